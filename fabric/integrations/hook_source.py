@@ -8,19 +8,17 @@ that logs a figure, because some figures are one replica's own. Only methods in 
 """
 
 import ast
-import contextlib
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
-from fabric.client.loop.loop_flow import called, sets_rate
-from fabric.client.loop.user_functions import functions_of, methods_of
+from fabric.client.loop.loop_flow import assignments, called, dotted, made_from, names_read, sets_rate
+from fabric.client.loop.user_functions import UserFunction, functions_in, spread, value_of
 
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_for_metrics"),
@@ -29,7 +27,6 @@ _COLLECTIVES = {
 # Tensors have methods of these names too: they count on these attributes, and in torch.distributed.
 _SHARED_NAMES = {"broadcast", "gather", "reduce", "scatter"}
 _BACKWARDS = {"backward", "manual_backward"}
-_ASSIGNMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _BRANCHES = ast.If | ast.Try | ast.Match | ast.While
 
@@ -51,137 +48,33 @@ class Hooks:
     stops: Collection[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class UserMethod:
-    """A method of ``thing`` in the user's own files."""
-
-    thing: Any
-    name: str
-    function: FunctionType
-    node: ast.FunctionDef
-    given: Mapping[str, Any]  # argument name -> what a hook gets
-
-    def __str__(self) -> str:
-        return self.function.__qualname__.rpartition("<locals>.")[2]
-
-    def symbol(self, node: ast.expr) -> str:
-        """Return what an expression reads or sets: a name, or an object's id with the attribute's name.
-
-        A global name belongs to its module, and a name of an outer function to its cell. It is empty where
-        the source does not show the object.
-        """
-        if isinstance(node, ast.Name):
-            code, cells = self.function.__code__, self.function.__closure__ or ()
-            if node.id in code.co_freevars:
-                return f"{id(cells[code.co_freevars.index(node.id)])}.{node.id}"
-            is_own = node.id in code.co_varnames or node.id in code.co_cellvars
-            return node.id if is_own else f"{id(self.function.__globals__)}.{node.id}"
-        if not isinstance(node, ast.Attribute):
-            return ""
-        held = self.object_of(node.value)
-        return f"{id(held)}.{node.attr}" if held is not None else ""
-
-    def object_of(self, node: ast.expr) -> Any:
-        """Return the object that an expression names, or None where the source does not show it."""
-        if isinstance(node, ast.Name):
-            arguments = self.node.args.args
-            if arguments and node.id == arguments[0].arg:
-                return self.thing
-            if any(x.arg == node.id for x in arguments):
-                return self.given.get(node.id)
-            free = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
-            if node.id not in free:
-                return self.function.__globals__.get(node.id)
-            with contextlib.suppress(ValueError):  # the name is not set yet
-                return free[node.id].cell_contents
-            return None
-        if not isinstance(node, ast.Attribute):
-            return None
-        held = self.object_of(node.value)
-        children = held._modules if isinstance(held, torch.nn.Module) else {}  # noqa: SLF001
-        return getattr(held, "__dict__", {}).get(node.attr, children.get(node.attr))
-
-    def read(self, node: ast.AST) -> set[str]:
-        """Return the symbols that an expression reads."""
-        return {self.symbol(x) for x in ast.walk(node) if isinstance(x, ast.Name | ast.Attribute)} - {""}
-
-    def assignments(self, node: ast.AST) -> Iterator[tuple[ast.AST, set[str], ast.expr]]:
-        """Yield each assignment in ``node`` with the symbols that it sets, and its value."""
-        for x in ast.walk(node):
-            if isinstance(x, _ASSIGNMENTS) and x.value is not None:
-                targets = x.targets if isinstance(x, ast.Assign) else [x.target]
-                parts = [y for target in targets for y in ast.walk(target)]
-                stored: list[ast.expr] = [
-                    y
-                    for y in parts
-                    if isinstance(y, ast.Name | ast.Attribute) and isinstance(y.ctx, ast.Store)
-                ]
-                # A part of a list, dict or tensor is set.
-                stored += [
-                    y.value for y in parts if isinstance(y, ast.Subscript) and isinstance(y.ctx, ast.Store)
-                ]
-                yield x, {self.symbol(y) for y in stored} - {""}, x.value
-
-    def made(self, source: set[str]) -> set[str]:
-        """Return ``source`` and the symbols that are made from it, by their value or under a condition."""
-        made, size = set(source), 0
-        while size != len(made):
-            size = len(made)
-            for _, stored, value in self.assignments(self.node):
-                if self.read(value) & made:
-                    made |= stored
-            for branch in ast.walk(self.node):
-                if isinstance(branch, ast.If | ast.While) and self.read(branch.test) & made:
-                    for _, stored, _ in self.assignments(branch):
-                        made |= stored
-        return made
-
-    def generators(self) -> Iterator[tuple[str, int]]:
-        """Yield the symbols of generators of random numbers that the method draws from, and the line."""
-        for x in ast.walk(self.node):
-            if isinstance(x, ast.Call):
-                held = x.func.value if isinstance(x.func, ast.Attribute) else x.func
-                for y in (held, *x.args, *(z.value for z in x.keywords)):
-                    drawn = self.object_of(y)
-                    if isinstance(drawn, _GENERATORS) and drawn is not torch.default_generator:
-                        yield self.symbol(y), x.lineno
-
-    def results(self) -> Iterator[ast.expr]:
-        """Yield the values that the method returns: of a dict, that of the key "loss"."""
-        for x in ast.walk(self.node):
-            if isinstance(x, ast.Return) and x.value is not None:
-                keys = [ast.unparse(y) if y else "" for y in getattr(x.value, "keys", ())]
-                parts = getattr(x.value, "values", [])
-                yield parts[keys.index("'loss'")] if "'loss'" in keys else x.value
-
-
 def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
     """Return the first half of a sentence about a value that hooks of ``things`` keep for a loss, or ""."""
-    methods = [method for thing in things for method in _methods(thing, hooks.given)]
+    methods = [x for thing in things for x in functions_in(thing, hooks.given)]
     saved = _saved(things, methods, hooks)
     running = _reached(methods, hooks.running)
     measured = _set_by(_reached(methods, hooks.evaluating))
     measured = {symbol: at for symbol, at in measured.items() if symbol not in _set_by(running)}
     for symbol, (keeper, line) in (_kept(running) | measured).items():
         if symbol not in saved:
-            made, every = _made(symbol, running), _made(symbol, methods)
-            user = next((x for x in running if _makes_loss(x, made, hooks.losses)), None)
+            made, every = (spread(x, symbol, _gives) for x in (running, methods))
+            user = next((x for x in running if _makes_loss(x, x.made(made), hooks.losses)), None)
             user = user or next((x for x in methods if _steers(x, x.made(every), hooks.stops)), None)
             if user is not None:
-                name, file = symbol.partition(".")[2], Path(keeper.function.__code__.co_filename).name
+                name = symbol.partition(".")[2]
                 way = "sets in an evaluation" if symbol in measured else "makes from its own old value"
                 return (
-                    f"{user} uses {name}, which {keeper} ({file}:{line}) {way}, and a replica that joins "
-                    f"begins with another {name}"
+                    f"{user} uses {name}, which {keeper} ({keeper.place(line)}) {way}, and a replica that "
+                    f"joins begins with another {name}"
                 )
     return ""
 
 
-def _saved(things: Sequence[Any], methods: list[UserMethod], hooks: Hooks) -> set[str]:
+def _saved(things: Sequence[Any], methods: list[UserFunction], hooks: Hooks) -> set[str]:
     """Return the symbols of buffers, and those that methods of ``hooks.saves`` name, a framework's too."""
     saving = [x for x in methods if x.name in hooks.saves]
     saved = {f"{id(x.thing)}.{name}" for x in saving for name in _mentioned(x.node)}
-    saved |= {symbol for x in saving for symbol in x.read(x.node)}
+    saved |= {symbol for x in saving for symbol in x.symbols.values()}
     for thing in things:
         inherited = (getattr(type(thing), name, None) for name in hooks.saves)
         codes = [x.__code__ for x in inherited if isinstance(x, FunctionType)]
@@ -190,17 +83,17 @@ def _saved(things: Sequence[Any], methods: list[UserMethod], hooks: Hooks) -> se
     return saved
 
 
-def _steers(method: UserMethod, made: set[str], stops: Collection[str]) -> bool:
-    """Whether a method changes a rate of the training, or weights, or stops, by one of these symbols."""
+def _steers(method: UserFunction, made: set[str], stops: Collection[str]) -> bool:
+    """Whether a method changes a rate of the training, or weights, or stops, by one of these names."""
     for x in ast.walk(method.node):
         if isinstance(x, ast.Call) and called(x) == "load_state_dict":
-            if any(method.read(y) & made for y in x.args):
+            if any(names_read(y) & made for y in x.args):
                 return True
-        elif isinstance(x, ast.If | ast.While) and method.read(x.test) & made:
+        elif isinstance(x, ast.If | ast.While) and names_read(x.test) & made:
             inside = [y for part in (*x.body, *x.orelse) for y in ast.walk(part)]
             if any(sets_rate(y) or (isinstance(y, ast.Attribute) and _is_set(y, stops)) for y in inside):
                 return True
-        elif isinstance(x, ast.Assign | ast.AugAssign) and sets_rate(x) and method.read(x.value) & made:
+        elif isinstance(x, ast.Assign | ast.AugAssign) and sets_rate(x) and names_read(x.value) & made:
             return True
     return False
 
@@ -211,62 +104,53 @@ def collective(things: Sequence[Any], hooks: Hooks) -> str:
     A collective that the framework's objects offer counts wherever it is; one of ``torch.distributed`` counts
     where a loss is made from its result.
     """
-    methods = [method for thing in things for method in _methods(thing, hooks.given)]
+    methods = [x for thing in things for x in functions_in(thing, hooks.given)]
     for method in _reached(methods, hooks.losses):
         for x in ast.walk(method.node):
             if not (isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute)):
                 continue
             owner = ast.unparse(x.func.value).split(".")[-1]
-            module = getattr(method.object_of(x.func.value), "__name__", "")
+            module = getattr(value_of(method.values, dotted(x.func.value)), "__name__", "")
             is_torchs = module.startswith("torch.distributed") or owner in ("dist", "distributed")
             shared = _SHARED_NAMES if is_torchs or owner in ("accelerator", "strategy") else set()
             if x.func.attr not in _COLLECTIVES | shared:
                 continue
             if not is_torchs or _makes_loss(method, _results_of(x, method), hooks.losses):
-                place = f"{Path(method.function.__code__.co_filename).name}:{x.lineno}"
-                return f"{method} calls {ast.unparse(x.func)} ({place}), which sees one replica"
+                return (
+                    f"{method} calls {ast.unparse(x.func)} ({method.place(x.lineno)}), which sees one replica"
+                )
     return ""
 
 
-def _results_of(call: ast.Call, method: UserMethod) -> set[str]:
-    """Return the symbols that get the result of a call, or that it writes into."""
+def _results_of(call: ast.Call, method: UserFunction) -> set[str]:
+    """Return the names that are made from the result of a call, or that it writes into."""
     written = {y.id for x in call.args[:1] for y in ast.walk(x) if isinstance(y, ast.Name)}
-    for _, stored, value in method.assignments(method.node):
+    for _, stored, value in assignments(method.node):
         if any(x is call for x in ast.walk(value)):
             written |= stored
-    return written
+    return made_from(method.node, written, conditions=True, parts=True)
 
 
 def skips(thing: Any, hook: str) -> str:
     """Return the method with its line if ``hook`` of ``thing`` is the user's and returns -1, or ""."""
-    for method in _methods(thing, {}):
+    for method in functions_in(thing):
         for x in ast.walk(method.node):
             if method.name == hook and isinstance(x, ast.Return) and x.value and ast.unparse(x.value) == "-1":
-                return f"{method} ({Path(method.function.__code__.co_filename).name}:{x.lineno})"
+                return f"{method} ({method.place(x.lineno)})"
     return ""
 
 
 def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield each figure that a method of ``thing`` logs: its name, the method, and the object where shown."""
-    for method in _methods(thing, {}):
+    for method in functions_in(thing):
         for x in ast.walk(method.node):
             if not isinstance(x, ast.Call) or getattr(x.func, "attr", "") not in ("log", "log_dict"):
                 continue
             names = x.args[0].keys if x.args and isinstance(x.args[0], ast.Dict) else x.args[:1]
-            value = method.object_of(x.args[1]) if len(x.args) > 1 else None
+            value = value_of(method.values, dotted(x.args[1])) if len(x.args) > 1 else None
             for name in names:
                 if isinstance(name, ast.Constant) and isinstance(name.value, str):
                     yield name.value, method.name, value
-
-
-def _methods(thing: Any, given: Mapping[str, Any]) -> Iterator[UserMethod]:
-    if isinstance(thing, FunctionType):
-        if node := functions_of(thing.__code__.co_filename).get(thing.__code__.co_firstlineno):
-            yield UserMethod(thing, "__call__", thing, node, given)
-        return
-    kind: Any = type(thing)
-    for name, function, node in methods_of(kind):
-        yield UserMethod(thing, name, function, node, given)
 
 
 def _mentioned(node: ast.AST) -> set[str]:
@@ -275,7 +159,7 @@ def _mentioned(node: ast.AST) -> set[str]:
     return words | {x.attr for x in ast.walk(node) if isinstance(x, ast.Attribute)}
 
 
-def _reached(methods: list[UserMethod], hooks: Collection[str]) -> list[UserMethod]:
+def _reached(methods: list[UserFunction], hooks: Collection[str]) -> list[UserFunction]:
     """Return the hooks among the methods, and the methods that they call by name."""
     names, new = set(), set(hooks)
     while new:
@@ -291,70 +175,78 @@ def _reached(methods: list[UserMethod], hooks: Collection[str]) -> list[UserMeth
     return [x for x in methods if x.name in names]
 
 
-def _set_by(methods: list[UserMethod]) -> dict[str, tuple[UserMethod, int]]:
+def _set_by(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
     """Return the attributes that the methods set, with the method and the line."""
-    assignments = ((x, *y) for x in methods for y in x.assignments(x.node))
     return {
         symbol: (method, value.lineno)
-        for method, _, stored, value in assignments
-        for symbol in _of_objects(stored)
+        for method in methods
+        for _, stored, value in assignments(method.node)
+        for symbol in _of_objects(method, stored)
     }
 
 
-def _kept(methods: list[UserMethod]) -> dict[str, tuple[UserMethod, int]]:
+def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
     """Return the attributes that a method makes from their own old value, and that none sets afresh."""
-    kept: dict[str, tuple[UserMethod, int]] = {}
+    kept: dict[str, tuple[UserFunction, int]] = {}
     fresh: set[str] = set()
     for method in methods:
         branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
         conditional = {id(y) for x in branches for y in ast.walk(x)}
-        for symbol, line in method.generators():
-            kept.setdefault(symbol, (method, line))
-        for statement, stored, value in method.assignments(method.node):
-            tables = {method.symbol(x) for x in _tables(statement, method)}
-            for symbol in _of_objects(stored):
-                if isinstance(statement, ast.AugAssign) or symbol in method.read(value) | tables:
+        for name, line in _generators(method):
+            kept.setdefault(method.symbols[name], (method, line))
+        for statement, stored, value in assignments(method.node):
+            old = method.shared(names_read(value) | _tables(statement, method))
+            for symbol in _of_objects(method, stored):
+                if isinstance(statement, ast.AugAssign) or symbol in old:
                     kept.setdefault(symbol, (method, value.lineno))
                 elif id(statement) not in conditional and "epoch" not in method.name:
                     fresh.add(symbol)
     return {symbol: at for symbol, at in kept.items() if symbol not in fresh}
 
 
-def _of_objects(symbols: Collection[str]) -> list[str]:
-    """Return the symbols that are not a method's own names, by their names."""
-    return sorted((x for x in symbols if "." in x), key=lambda x: x.partition(".")[2])
+def _of_objects(method: UserFunction, names: Collection[str]) -> list[str]:
+    """Return the symbols of names that are not the method's own, by their names."""
+    return sorted(method.shared(names), key=lambda x: x.partition(".")[2])
 
 
-def _tables(statement: ast.AST, method: UserMethod) -> Iterator[ast.expr]:
-    """Yield the tensors and arrays of which an assignment sets some rows, by an index that varies."""
+def _generators(method: UserFunction) -> Iterator[tuple[str, int]]:
+    """Yield the names of generators of random numbers that the method draws from, and the line."""
+    for x in ast.walk(method.node):
+        if isinstance(x, ast.Call):
+            held = x.func.value if isinstance(x.func, ast.Attribute) else x.func
+            for name in map(dotted, (held, *x.args, *(z.value for z in x.keywords))):
+                drawn = value_of(method.values, name)
+                if isinstance(drawn, _GENERATORS) and drawn is not torch.default_generator:
+                    yield name, x.lineno
+
+
+def _tables(statement: ast.AST, method: UserFunction) -> set[str]:
+    """Return the tensors and arrays of which an assignment sets some rows, by an index that varies."""
     targets = statement.targets if isinstance(statement, ast.Assign) else []
-    for x in (y for target in targets for y in ast.walk(target)):
-        if isinstance(x, ast.Subscript) and not isinstance(x.slice, ast.Constant | ast.Slice):
-            held = method.object_of(x.value)
-            yield from [x.value] if isinstance(held, torch.Tensor | np.ndarray) else []
+    parts = [x for target in targets for x in ast.walk(target) if isinstance(x, ast.Subscript)]
+    names = {dotted(x.value) for x in parts if not isinstance(x.slice, ast.Constant | ast.Slice)}
+    return {x for x in names if isinstance(value_of(method.values, x), torch.Tensor | np.ndarray)}
 
 
 def _is_set(node: ast.Attribute, names: Collection[str]) -> bool:
     return node.attr in names and isinstance(node.ctx, ast.Store)
 
 
-def _made(symbol: str, methods: list[UserMethod]) -> set[str]:
-    """Return ``symbol``, and the attributes and results of methods that are made from it."""
-    made, size = {symbol}, 0
-    while size != len(made):
-        size = len(made)
-        for method in methods:
-            within = method.made(made)
-            made |= {x for x in within if "." in x}
-            if any(method.read(x) & within for x in method.results()):
-                made.add(f"{id(method.thing)}.{method.name}")
-    return made
-
-
-def _makes_loss(method: UserMethod, made: set[str], losses: Collection[str]) -> bool:
-    within = method.made(made)
-    values = list(method.results()) if method.name in losses else []
+def _results(method: UserFunction) -> Iterator[ast.expr]:
+    """Yield the values that the method returns: of a dict, that of the key "loss"."""
     for x in ast.walk(method.node):
-        if isinstance(x, ast.Call) and getattr(x.func, "attr", "") in _BACKWARDS:
-            values += x.args
-    return any(method.read(x) & within for x in values)
+        if isinstance(x, ast.Return) and x.value is not None:
+            keys = [ast.unparse(y) if y else "" for y in getattr(x.value, "keys", ())]
+            parts = getattr(x.value, "values", [])
+            yield parts[keys.index("'loss'")] if "'loss'" in keys else x.value
+
+
+def _gives(method: UserFunction, made: set[str]) -> bool:
+    return any(names_read(x) & made for x in _results(method))
+
+
+def _makes_loss(method: UserFunction, made: set[str], losses: Collection[str]) -> bool:
+    """Whether a loss is made from one of these names."""
+    calls = [x for x in ast.walk(method.node) if isinstance(x, ast.Call)]
+    values = [y for x in calls if getattr(x.func, "attr", "") in _BACKWARDS for y in x.args]
+    return any(names_read(x) & made for x in values) or (method.name in losses and _gives(method, made))

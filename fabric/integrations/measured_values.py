@@ -9,8 +9,6 @@ through the loops of the user's functions on the stack, before the first step. T
 """
 
 import ast
-import contextlib
-import linecache
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,13 +22,12 @@ from fabric.client.loop.loop_flow import (
     carry,
     dotted,
     ends_by,
-    loops_at,
     made_from,
     moves_training,
     names_read,
     stores,
 )
-from fabric.client.loop.user_functions import is_of_user, kept_by_loop, methods_of
+from fabric.client.loop.user_functions import kept_by_loop, loops_around, methods_of, tree_of, value_of
 
 Loop = ast.For | ast.AsyncFor | ast.While
 _CONTAINERS = (list, dict, set, deque)
@@ -48,25 +45,18 @@ def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> st
     ``shared``: objects of the shared state, which may keep what they like.
     """
     held = {id(x) for x in shared}
-    while frame is not None:
-        file, loops = frame.f_code.co_filename, list[Loop]()
-        if is_of_user(file):
-            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-                tree = ast.parse("".join(linecache.getlines(file, frame.f_globals)))
-                loops = loops_at(tree, frame.f_lineno)
-        if loops:
-            values = {**frame.f_globals, **frame.f_locals}
-            kept = kept_by_loop(loops[0], values, held)
-            if kept:
-                return f"the training depends on {kept}"
-            text = _in_loops(tree, loops, _Measured(loops[0], values).names, Path(file).name)
-            if text:
-                return text
-        frame = frame.f_back
+    for inner, loops in loops_around(frame):
+        values, place = {**inner.f_globals, **inner.f_locals}, Path(inner.f_code.co_filename).name
+        kept = kept_by_loop(loops[0], values, held)
+        if kept:
+            return f"the training depends on {kept}"
+        text = _in_loops(tree_of(inner), loops, _Measured(loops[0], values).names, place)
+        if text:
+            return text
     return ""
 
 
-def _in_loops(tree: ast.AST, loops: list[Loop], sources: set[str], place: str) -> str:
+def _in_loops(tree: ast.AST | None, loops: list[Loop], sources: set[str], place: str) -> str:
     for name in sorted(sources):
         end = ends_by(loops, {name})
         if end:
@@ -81,7 +71,7 @@ def _in_loops(tree: ast.AST, loops: list[Loop], sources: set[str], place: str) -
         if at:
             return f"the training depends on {name}, which {place}:{at} measures for the next pass"
     for name, at in _kept_weights(loops[0], sources):
-        if name in _loaded(tree):
+        if tree is not None and name in _loaded(tree):
             return f"{name} at {place}:{at} keeps the weights that measure best"
     return ""
 
@@ -174,17 +164,8 @@ class _Measured:
             if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
                 yield root.id
 
-    def _is_model(self, node: ast.AST) -> bool:
-        return isinstance(self._value(node), torch.nn.Module)
-
-    def _value(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.Name):
-            return self._values.get(node.id)
-        if isinstance(node, ast.Attribute):
-            held = self._value(node.value)
-            children = held._modules if isinstance(held, torch.nn.Module) else {}  # noqa: SLF001
-            return getattr(held, "__dict__", {}).get(node.attr, children.get(node.attr))
-        return None
+    def _is_model(self, node: ast.expr) -> bool:
+        return isinstance(value_of(self._values, dotted(node)), torch.nn.Module)
 
 
 def _is_list(name: str, loop: ast.stmt) -> bool:

@@ -182,6 +182,38 @@ KEPT = {
         thing = Pack()
         # self.buffer, which Pack.__call__ keeps
     """,
+    "a count for each index": """
+        class Data(Dataset):
+            def __init__(self): self.reads = [0] * 9
+            def __getitem__(self, i):
+                if isinstance(self.reads[i], int):
+                    self.reads[i] = self.reads[i] + 1
+                return i, self.reads[i]
+        thing = Data()
+        # self.reads, which Data.__getitem__ keeps
+    """,
+    "a few counts for each index": """
+        class Data(Dataset):
+            def __init__(self): self.reads, self.full = [0] * 9, [False] * 9
+            def __getitem__(self, i):
+                if not self.full[i]:
+                    self.reads[i] = self.reads[i] + 1
+                    self.full[i] = self.reads[i] > 4
+                return i, self.reads[i]
+        thing = Data()
+        # self.reads, which Data.__getitem__ keeps
+    """,
+    "an item of the newest images": """
+        class Data(Dataset):
+            def __init__(self): self.images, self.newest = [None] * 9, []
+            def __getitem__(self, i):
+                if self.images[i] is None:
+                    self.images[i] = load(i)
+                    self.newest.append(i)
+                return self.images[i], self.newest[0]
+        thing = Data()
+        # self.newest, which Data.__getitem__ keeps
+    """,
     "a queue": """
         class Pack:
             def __init__(self): self.buffer = []
@@ -327,6 +359,62 @@ LEFT_ALONE = {
                 self.seconds += 0.1
                 self.times.append(0.1)
                 return x
+        thing = Data()
+    """,
+    "a part that shows no attributes": """
+        class Closed:
+            def __getattribute__(self, name):
+                if name == "__dict__": raise RuntimeError(name)
+                return object.__getattribute__(self, name)
+        class Data(Dataset):
+            def __init__(self): self.part = Closed()
+            def __getitem__(self, i): return self.part.of(i)
+        thing = Data()
+    """,
+    "an item that is decoded once": """
+        class Data(Dataset):
+            def __init__(self): self.items, self.is_decoded = list("abc"), [False] * 3
+            def __getitem__(self, i):
+                if not self.is_decoded[i]:
+                    self.items[i] = mask(self.items[i])
+                    self.is_decoded[i] = True
+                return self.items[i]
+        thing = Data()
+    """,
+    "an item that is decoded once, by a set of the decoded": """
+        class Data(Dataset):
+            def __init__(self): self.items, self.decoded = list("abc"), set()
+            def __getitem__(self, i):
+                if i not in self.decoded:
+                    self.items[i] = mask(self.items[i])
+                    self.decoded.add(i)
+                return self.items[i]
+        thing = Data()
+    """,
+    "a path that is replaced by its image": """
+        class Data(Dataset):
+            def __init__(self): self.items = list("abc")
+            def __getitem__(self, i):
+                if isinstance(self.items[i], str):
+                    self.items[i] = load(self.items[i])
+                return self.items[i]
+        thing = Data()
+    """,
+    "images in lists, of which the newest are kept": """
+        class Data(Dataset):
+            def __init__(self): self.images, self.sizes, self.newest = [None] * 9, [None] * 9, []
+            def image(self, i):
+                image = self.images[i]
+                if image is None:
+                    image = load(i)
+                    self.images[i], self.sizes[i] = image, len(image)
+                    self.newest.append(i)
+                    if 1 < len(self.newest) >= 4:
+                        j = self.newest.pop(0)
+                        self.images[j], self.sizes[j] = None, None
+                    return image, len(image)
+                return self.images[i], self.sizes[i]
+            def __getitem__(self, i): return self.image(i)
         thing = Data()
     """,
     "a library's collator": """

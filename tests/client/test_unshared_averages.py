@@ -1,6 +1,8 @@
 """An average of the model that a training keeps by hand is refused where no shared state has it."""
 
 import copy
+import re
+import textwrap
 from collections import OrderedDict
 
 import pytest
@@ -50,6 +52,11 @@ def network():
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
 
 
+def move(old, new):
+    """Average without a call that the search through the source knows."""
+    torch.Tensor.lerp_(old, new, 0.1)
+
+
 def train(model, watch, after_update, steps=5):
     for step in range(steps):
         watch.look(step)
@@ -66,7 +73,7 @@ def test_an_average_that_moves_is_refused_with_what_holds_it(make):
 
     def update():
         for old, new in zip(average, model.parameters(), strict=True):
-            old.lerp_(new, 0.1)
+            move(old, new)
 
     watch = AverageWatch(list(model.parameters()), [model])
     kind = "a module Sequential" if make is in_module else "a (list|dict|OrderedDict) of"
@@ -97,7 +104,7 @@ def test_an_average_that_begins_late_is_refused_at_a_later_look():
     def update():
         seen.append(None)
         for old, new in zip(average, model.parameters(), strict=True):
-            old.copy_(new) if len(seen) < 10 else old.lerp_(new, 0.1)
+            old.copy_(new) if len(seen) < 10 else move(old, new)
 
     with pytest.raises(ConfigError, match="an average of the model"):
         train(model, AverageWatch(list(model.parameters()), [model]), update, steps=40)
@@ -201,3 +208,219 @@ def test_a_second_model_that_an_optimizer_moves_is_no_average():
         moving.step()
 
     train(model, AverageWatch(list(model.parameters()), [model]), after_update)
+
+
+# --- before the first step, by the source -------------------------------------------------------------------
+
+BASE = """
+import copy
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = []
+def compute():
+    optimizer.zero_grad()
+    model(torch.randn(4, 4)).sum().backward()
+"""
+SHOWN = {
+    "a copy of the module": """
+        ema = copy.deepcopy(model)
+        def loop(look):
+            for step in range(2):
+                compute()
+                look(step)
+                optimizer.step()
+                with torch.no_grad():
+                    for e, p in zip(ema.parameters(), model.parameters()):
+                        e.mul_(0.99).add_(p, alpha=0.01)
+        # a module Sequential (script.py:19)
+    """,
+    "a dict, by two statements and the data": """
+        ema = {k: v.clone() for k, v in model.named_parameters()}
+        def loop(look):
+            for step in range(2):
+                look(step)
+                for name, p in model.named_parameters():
+                    ema[name].data.mul_(0.99)
+                    ema[name].data.add_(p.data, alpha=0.01)
+        # a dict of 6 values (script.py:17)
+    """,
+    "entries of a dict that are set again": """
+        ema = {k: v.clone() for k, v in model.state_dict().items()}
+        def loop(look):
+            for step in range(2):
+                look(step)
+                for k, v in model.state_dict().items():
+                    ema[k] = 0.9 * ema[k] + 0.1 * v
+        # a dict of 9 values (script.py:16)
+    """,
+    "a dict that is made again": """
+        def loop(look):
+            ema = {k: v.clone() for k, v in model.named_parameters()}
+            for step in range(2):
+                look(step)
+                ema = {k: 0.9 * ema[k] + 0.1 * v.detach() for k, v in model.named_parameters()}
+        # a dict of 6 values (script.py:15)
+    """,
+    "the data of each tensor": """
+        ema = [p.detach().clone() for p in model.parameters()]
+        def loop(look):
+            for step in range(2):
+                look(step)
+                for e, p in zip(ema, model.parameters()): e.data = 0.9 * e.data + 0.1 * p.data
+        # a list of 6 values (script.py:15)
+    """,
+    "a function of the script, with the foreach calls": """
+        ema = [p.detach().clone() for p in model.parameters()]
+        def update(average, source, decay=0.9):
+            values = list(source)
+            torch._foreach_mul_(average, decay)
+            torch._foreach_add_(average, values, alpha=1 - decay)
+        def loop(look):
+            for step in range(2):
+                look(step)
+                update(ema, model.parameters())
+        # a list of 6 values (script.py:15)
+    """,
+    "an object of the script's, by a difference": """
+        class Average:
+            def __init__(self, parameters): self.shadow = [p.detach().clone() for p in parameters]
+            def step(self, parameters):
+                for s, p in zip(self.shadow, parameters, strict=True):
+                    apart = s - p
+                    s.sub_(0.1 * apart)
+        ema = Average(model.parameters())
+        def loop(look):
+            for step in range(2):
+                look(step)
+                if step > 9: ema.step(model.parameters())
+        # a list of 6 values (script.py:16)
+    """,
+    "an object that has the model itself": """
+        class Average:
+            def __init__(self, model):
+                self.model, self.module = model, copy.deepcopy(model).requires_grad_(False)
+            def update(self): self._move()
+            def _move(self):
+                for i, (e, p) in enumerate(zip(self.module.parameters(), self.model.parameters())):
+                    e += (p - e) / (i + 2)
+        ema = Average(model)
+        def loop(look):
+            for step in range(2):
+                look(step)
+                ema.update()
+        # a module Sequential (script.py:17)
+    """,
+    "a hook of a callback": """
+        class Average:
+            def on_fit_start(self, model): self.values = {k: v.clone() for k, v in model.named_parameters()}
+            def on_train_batch_end(self, trainer, module, *_):
+                for name, x in module.named_parameters(): self.values[name].lerp_(x, 0.1)
+        callback = Average()
+        callback.on_fit_start(model)
+        def loop(look): look(0)
+        # a dict of 6 values (script.py:14)
+    """,
+}
+NOT_SHOWN = {
+    "a copy of the newest weights": """
+        before = [p.detach().clone() for p in model.parameters()]
+        def loop(look):
+            for step in range(2):
+                look(step)
+                for b, p in zip(before, model.parameters()): b.copy_(p)
+    """,
+    "a frozen teacher and distances from it": """
+        teacher = copy.deepcopy(model)
+        drift = []
+        def loop(look):
+            for step in range(2):
+                look(step)
+                for t, p in zip(teacher.parameters(), model.parameters()):
+                    apart = t - p
+                    apart.mul_(2).add_(p)
+                    far = t.clone().mul_(0.5).add_(p)
+                    drift.append(apart.norm() + far.norm())
+    """,
+    "an average that state= has": """
+        class Average:
+            def __init__(self): self.shadow = [p.detach().clone() for p in model.parameters()]
+            def update(self):
+                for s, p in zip(self.shadow, model.parameters()): s.lerp_(p, 0.1)
+            def state_dict(self): return {"shadow": [x.clone() for x in self.shadow]}
+        ema = Average()
+        state.append(ema)
+        def loop(look):
+            for step in range(2):
+                look(step)
+                ema.update()
+    """,
+    "gradients and moments": """
+        moments = {k: torch.zeros_like(v) for k, v in model.named_parameters()}
+        held = {k: v.clone() for k, v in model.named_parameters()}
+        def loop(look):
+            for step in range(2):
+                compute()
+                look(step)
+                for name, p in model.named_parameters():
+                    moments[name].mul_(0.9).add_(p.grad)
+                    held[name].mul_(0.9).add_(p.grad)
+                    p.grad.mul_(0.9).add_(p)
+                    p.data.mul_(0.9).add_(held[name])
+    """,
+    "copies within a step": """
+        def loop(look):
+            for step in range(2):
+                ahead = [p.detach().clone() for p in model.parameters()]
+                look(step)
+                for a, p in zip(ahead, model.parameters()): a.mul_(0.5).add_(p)
+    """,
+    "a method that the loop does not call": """
+        class Average:
+            def __init__(self): self.shadow = [p.detach().clone() for p in model.parameters()]
+            def update(self):
+                for s, p in zip(self.shadow, model.parameters()): s.lerp_(p, 0.1)
+        teacher = Average()
+        def loop(look):
+            for step in range(2): look(step)
+    """,
+    "names that a loop gives again": """
+        held = [p.detach().clone() for p in model.parameters()]
+        def loop(look):
+            for step in range(2):
+                look(step)
+                for h, p in zip(held, model.parameters()):
+                    h = 0.5 * h + 0.5 * p
+                    h.distance = h - p
+    """,
+    "averages of figures of the weights": """
+        norms = {k: v.detach().norm() for k, v in model.named_parameters()}
+        def loop(look):
+            for step in range(2):
+                look(step)
+                for k, v in model.named_parameters(): norms[k] = 0.9 * norms[k] + 0.1 * v.norm()
+    """,
+}
+
+
+def run(text, tmp_path, **choices):
+    """Run a script, and its loop with a watch. Return the names of the script."""
+    path, names = tmp_path / "script.py", {"__name__": "script"}
+    path.write_text(BASE + textwrap.dedent(text))
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    model = names["model"]
+    names["loop"](AverageWatch(list(model.parameters()), [model, *names["state"]], **choices).look)
+    return names
+
+
+@pytest.mark.parametrize("text", SHOWN.values(), ids=SHOWN)
+def test_an_average_that_the_source_shows_is_refused_before_the_first_step(text, tmp_path):
+    expected = text.rpartition("# ")[2].strip()
+    with pytest.raises(ConfigError, match=re.escape(f"keeps an average of the model in {expected}, and a")):
+        run(text, tmp_path)
+    run(text, tmp_path, ignored=True)
+
+
+@pytest.mark.parametrize("text", NOT_SHOWN.values(), ids=NOT_SHOWN)
+def test_other_uses_of_the_weights_are_not_refused_by_their_source(text, tmp_path):
+    assert run(text, tmp_path)

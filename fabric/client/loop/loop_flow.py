@@ -72,16 +72,17 @@ def made_from(loop: ast.AST, sources: set[str], conditions: bool = False, parts:
 
     ``parts``: a thing is made from what is put into a part of it.
     """
-    made, size = set(sources), 0
+    made, size, nodes = set(sources), 0, list(ast.walk(loop))
+    branches = ast.If | ast.While if parts else ast.If
     while size != len(made):
         size = len(made)
-        for node in ast.walk(loop):
+        for node in nodes:
             if isinstance(node, _ASSIGNMENTS):
                 if node.value is not None and names_read(node.value) & made:
                     made |= set(stores([node]))
             elif isinstance(node, ast.For | ast.AsyncFor) and names_read(node.iter) & made:
                 made |= set(stores([node.target]))
-            elif conditions and isinstance(node, ast.If) and names_read(node.test) & made:
+            elif conditions and isinstance(node, branches) and names_read(node.test) & made:
                 body = [x for x in (*node.body, *node.orelse) if not (parts and _clears(x))]
                 made |= set(stores(body))
                 inside = [x for part in body for x in ast.walk(part)]
@@ -89,6 +90,19 @@ def made_from(loop: ast.AST, sources: set[str], conditions: bool = False, parts:
             if parts:
                 made |= {name for name, given in _put_into(node) if given & made}
     return made - {""}
+
+
+def assignments(node: ast.AST) -> Iterator[tuple[ast.AST, set[str], ast.expr]]:
+    """Yield each assignment in a node with the names that it sets, and its value.
+
+    Where it sets a part of a list, dict or tensor, it sets this one.
+    """
+    for x in ast.walk(node):
+        if isinstance(x, _ASSIGNMENTS) and x.value is not None:
+            targets = x.targets if isinstance(x, ast.Assign) else [x.target]
+            parts = [y for target in targets for y in ast.walk(target) if isinstance(y, ast.Subscript)]
+            held = {dotted(y.value) for y in parts if isinstance(y.ctx, ast.Store)} - {""}
+            yield x, {*stores(targets), *held}, x.value
 
 
 def moves_training(loop: ast.AST, made: set[str]) -> bool:

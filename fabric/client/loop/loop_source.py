@@ -32,7 +32,14 @@ from fabric.client.loop.loop_flow import (
     names_read,
     stores,
 )
-from fabric.client.loop.user_functions import changed_in_place, kept_by_calls, kept_by_loop, value_of
+from fabric.client.loop.user_functions import (
+    changed_in_place,
+    kept_by_calls,
+    kept_by_loop,
+    parsed,
+    tree_of,
+    value_of,
+)
 from fabric.errors import ConfigError
 
 _EXITS = ast.Continue | ast.Break | ast.Return | ast.Raise
@@ -81,12 +88,9 @@ def check_exchange_loop(frame: FrameType | None, shared: Iterable[object]) -> No
     caller = frame.f_back if frame is not None else None
     if caller is None:
         return
-    try:
-        tree = ast.parse("".join(linecache.getlines(caller.f_code.co_filename, caller.f_globals)))
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    loops = loops_at(tree, caller.f_lineno)
-    if loops:
+    tree = tree_of(caller)
+    loops = loops_at(tree, caller.f_lineno) if tree is not None else []
+    if tree is not None and loops:
         carried: dict[str, int] = {}
         carry(loops[:1], set(), carried)
         _refuse(caller, _that_train(tree, loops, carried), shared)
@@ -437,9 +441,8 @@ def _that_train(
 
 def _loop_at(source: str, line: int) -> tuple[ast.Module | None, ast.For | None]:
     """Return the source's tree, and the one ``for`` statement whose head has this line."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
+    tree = parsed(source)
+    if tree is None:
         return None, None
     loops = [
         x

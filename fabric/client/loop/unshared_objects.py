@@ -10,16 +10,30 @@ one dict, list, tuple or module. A copy is an average if it is near the paramete
 and equals neither shared state nor the parameters of an earlier look.
 """
 
+import ast
 import gc
 import itertools
+import math
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, stores
+from fabric.client.loop.user_functions import (
+    UserFunction,
+    attributes_of,
+    callee,
+    functions_in,
+    loops_around,
+    value_of,
+)
 from fabric.errors import ConfigError
 
 # The choices for a scheduler or scaler that is not shared.
@@ -180,28 +194,68 @@ class AverageWatch:
         self._step = step
         if not all(map(_is_readable, self._parameters)):
             return
+        if self._steps == 1:
+            self._read_sources()
         if self._steps in _FIRST_LOOKS:
             self._known = set(map(_sample, self._parameters))
             self._known.update(x for _, copy in self._copies() for x in copy)
         elif self._steps - 1 in _FIRST_LOOKS:
             for what, copy in self._copies():
                 if not self._known.issuperset(copy):
-                    raise ConfigError(
-                        f"the training keeps an average of the model in {what}, and a replica that joins "
-                        f"would go on with another average: {self.advice}"
-                    )
+                    raise self._refusal(what)
             self._known = set()
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"the training keeps an average of the model in {what}, and a replica that joins would go on "
+            f"with another average: {self.advice}"
+        )
+
+    def _read_sources(self) -> None:
+        """Refuse an average that the source of the loops under way shows, or that of a hook of its object."""
+        own = [_sample(x) for x in self._parameters]
+        near = [
+            (what, tensors, holder)
+            for what, tensors, holder in self._candidates()
+            if _distance(own, list(map(_sample, tensors))) <= _NEAR * _distance(own)
+        ]
+        model = [x for x in self._shared if isinstance(x, torch.nn.Module) and self._is_trained(x)]
+        others = [x.state_dict() for x in self._shared if near and not any(x is y for y in model)]
+        samples = {_sample(x) for x in tensors_in(others) if _is_readable(x)}
+        memory = {x.data_ptr() for x in tensors_in([x.state_dict() for x in model if near])}
+        copies = {
+            id(holder): what
+            for what, tensors, holder in near
+            if not samples.issuperset(map(_sample, tensors)) and tensors[0].data_ptr() not in memory
+        }
+        if not copies:
+            return
+        reader = _AverageSource(copies, self._is_trained)
+        for frame, loops in loops_around(sys._getframe()):  # noqa: SLF001
+            values = {**frame.f_globals, **frame.f_locals}
+            reader.read(loops[0], values, {}, Path(frame.f_code.co_filename).name)
+        for function in _methods_of_owners([holder for _, _, holder in near if id(holder) in copies]):
+            if function.name.startswith(_HOOKS):
+                arguments = [x.arg for x in function.node.args.args]
+                reader.read_function(function, dict.fromkeys(arguments, frozenset({_MODEL})))
+        for copy in sorted(reader.moves.keys() & reader.keeps):
+            raise self._refusal(f"{copies[copy]} ({reader.moves[copy]})")
+
+    def _is_trained(self, value: Any) -> bool:
+        """Whether a module, a tensor or a list or dict of tensors is that of the model's parameters."""
+        own = {id(x) for x in self._parameters}
+        parts = value.parameters() if isinstance(value, torch.nn.Module) else tensors_in(value)
+        return any(id(x) in own for x in parts)
 
     def _copies(self) -> _Copies:
         """Return the unshared copies near the parameters, each with what holds it."""
         own = [_sample(x) for x in self._parameters]
-        norm = sum(x * x for sample in own for x in sample) ** 0.5
+        norm = _distance(own)
         copies: _Copies = []
         shared: set[_Sample] | None = None
-        for what, tensors in self._candidates():
+        for what, tensors, _ in self._candidates():
             copy = [_sample(x) for x in tensors]
-            pairs = zip(itertools.chain(*own), itertools.chain(*copy), strict=True)
-            apart = sum((a - b) ** 2 for a, b in pairs) ** 0.5
+            apart = _distance(own, copy)
             if 0 < apart <= _NEAR * norm:
                 if shared is None:
                     states = [x.state_dict() for x in self._shared]
@@ -210,8 +264,8 @@ class AverageWatch:
                     copies.append((what, copy))
         return copies
 
-    def _candidates(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Yield what holds tensors of the parameters' shapes in their order, and these tensors.
+    def _candidates(self) -> Iterator[tuple[str, list[torch.Tensor], Any]]:
+        """Yield what holds tensors of the parameters' shapes in their order, these tensors, and the holder.
 
         Tensors that an optimizer moves, as those of a second model, are not a copy of the parameters.
         """
@@ -230,7 +284,163 @@ class AverageWatch:
             free = (x for x in values if id(x) not in attached and _is_readable(x))
             matched = _in_order(free, shapes)
             if matched:
-                yield what, matched
+                yield what, matched, holder
+
+
+# Hooks of Lightning and of transformers that run in each step; they get the model or the Trainer.
+_HOOKS = (
+    "on_train_batch",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "optimizer_step",
+    "on_step",
+    "on_optim",
+)
+_MODEL = 0  # the mark of the model's own parameters; the mark of a copy is its id
+_IN_PLACE = {"mul_", "div_", "add_", "sub_", "lerp_", "copy_"}
+_COPY = {"clone", "copy", "deepcopy"}
+_MOST_READ = 200  # functions
+_Marks = frozenset[int]
+_NONE: _Marks = frozenset()
+
+
+class _AverageSource:
+    """Reads source for copies of the model that are made from their old value and from the model.
+
+    ``keeps``: copies of which a statement keeps a part. ``moves``: copies into which a statement puts the
+    model, each with the line.
+    """
+
+    def __init__(self, copies: Collection[int], is_trained: Callable[[Any], bool]) -> None:
+        self.keeps: set[int] = set()
+        self.moves: dict[int, str] = {}
+        self._copies = copies
+        self._is_trained = is_trained
+        self._values: Mapping[str, Any] = {}
+        self._names: dict[str, _Marks] = {}  # the source's own names, with the marks of what they hold
+        self._fresh: set[str] = set()  # those that hold a new tensor, and no part of a copy
+        self._file = ""
+        self._seen: set[int] = set()
+
+    def read(self, node: ast.AST, values: Mapping[str, Any], given: Mapping[str, _Marks], file: str) -> None:
+        """Read a loop, or a function whose arguments have the marks ``given``."""
+        if id(node) in self._seen or len(self._seen) > _MOST_READ:
+            return
+        self._seen.add(id(node))
+        outer = self._values, self._names, self._fresh, self._file
+        carried: dict[str, int] = {}
+        if isinstance(node, LOOPS):
+            carry([node], set(), carried)
+        own = dict.fromkeys(set(stores(ast.iter_child_nodes(node))) - {*carried}, _NONE)
+        self._values, self._names, self._fresh, self._file = values, {**own, **given}, set(), file
+        nodes = list(ast.walk(node))
+        for x in (*nodes, *nodes):  # a name may get what a later statement marks
+            if isinstance(x, ast.Assign):
+                self._give(x.targets[0], x.value)
+            elif isinstance(x, ast.For):
+                self._give(x.target, x.iter)
+        for x in nodes:
+            self._write(x)
+            if isinstance(x, ast.Call) and (name := dotted(x.func)):
+                self._enter(x, callee(values, name))
+        self._values, self._names, self._fresh, self._file = outer
+
+    def read_function(self, function: UserFunction, given: Mapping[str, _Marks]) -> None:
+        """Read a function of the user's."""
+        marks = {name: x for name, x in given.items() if name != function.me}
+        self.read(function.node, function.values, marks, function.place(0).partition(":")[0])
+
+    def _enter(self, call: ast.Call, thing: Any) -> None:
+        """Read a function or method that the source calls, with the marks of the arguments."""
+        function, owner = getattr(thing, "__func__", thing), getattr(thing, "__self__", None)
+        if isinstance(function, FunctionType):
+            for x in functions_in(function if owner is None else owner):
+                if x.function is function:
+                    names = [y.arg for y in x.node.args.args if y.arg != x.me]
+                    given = dict(zip(names, map(self._marks, call.args), strict=False))
+                    given |= {y.arg: self._marks(y.value) for y in call.keywords if y.arg}
+                    self.read_function(x, {**dict.fromkeys(names, _NONE), **given})
+
+    def _marks(self, node: ast.AST) -> _Marks:
+        """Return the marks of what an expression reads."""
+        name = dotted(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+        if not name:
+            parts = [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
+            return _NONE.union(*map(self._marks, parts))
+        root, *path = name.split(".")
+        if "grad" in path or root in self._names:
+            return _NONE if "grad" in path else self._names[root]
+        for end in range(len(path), -1, -1):
+            value = value_of(self._values, ".".join([root, *path[:end]]))
+            if id(value) in self._copies:
+                return frozenset({id(value)})
+            if isinstance(value, torch.nn.Module | torch.Tensor | list | tuple | dict):
+                return frozenset({_MODEL} if self._is_trained(value) else ())
+        return _NONE
+
+    def _give(self, target: ast.expr, source: ast.expr) -> None:
+        """Mark the names of a target with what they get."""
+        parts, by = list(getattr(target, "elts", ())), called(source) if isinstance(source, ast.Call) else ""
+        if isinstance(source, ast.Call) and parts and by in ("zip", "enumerate"):
+            given = source.args if by == "zip" else [ast.Constant(0), *source.args]
+            for part, x in zip(parts, given, strict=False):
+                self._give(part, x)
+        elif len(parts) == 2 and by in ("items", "named_parameters", "named_buffers"):
+            self._give(parts[1], source)
+        elif parts:
+            for part in parts:
+                self._give(part, source)
+        elif isinstance(target, ast.Name) and target.id in self._names:
+            self._names[target.id] |= self._marks(source)
+            if any(isinstance(x, ast.BinOp) or getattr(x, "attr", "") in _COPY for x in ast.walk(source)):
+                self._fresh.add(target.id)
+
+    def _write(self, node: ast.AST) -> None:
+        """Note what a statement writes into a copy."""
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+            is_own = dotted(target).partition(".")[0] in self._names  # then ``x = ...`` changes no tensor
+            if not is_own or getattr(target, "attr", "") == "data":
+                self._put(target, [node.value], node.lineno, scales=False)
+        elif isinstance(node, ast.AugAssign):
+            self._put(node.target, [node.value], node.lineno, isinstance(node.op, ast.Mult | ast.Div))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, target, given = node.func.attr, node.func.value, node.args
+            if name.startswith("_foreach_") and node.args:
+                name, target, given = name.removeprefix("_foreach_"), node.args[0], node.args[1:]
+            while isinstance(target, ast.Call) and called(target) in (*_IN_PLACE, "detach", "list"):
+                target = target.func.value if isinstance(target.func, ast.Attribute) else target.args[0]
+            if name in _IN_PLACE:
+                self._put(target, given, node.lineno, name in ("mul_", "div_", "lerp_"))
+
+    def _put(self, target: ast.expr, given: Iterable[ast.expr], line: int, scales: bool) -> None:
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        name, read = dotted(target).partition(".")[0], _NONE.union(*map(self._marks, given))
+        if isinstance(target, ast.Call):
+            is_part = called(target) in ("parameters", "values")
+        else:
+            is_part = isinstance(target, ast.Name | ast.Attribute) and name not in self._fresh
+        into = self._marks(target) - {_MODEL} if is_part else _NONE
+        self.keeps |= into if scales else into & read
+        if _MODEL in read:
+            self.moves |= {copy: f"{self._file}:{line}" for copy in into if copy not in self.moves}
+
+
+def _methods_of_owners(copies: list[Any]) -> Iterator[UserFunction]:
+    """Yield the methods of the user's objects that have one of the copies as an attribute."""
+    referrers = gc.get_referrers(*copies)
+    owners = [*referrers, *gc.get_referrers(*(x for x in referrers if type(x) is dict))]
+    for owner in {id(x): x for x in owners if not isinstance(x, FunctionType | ModuleType | type)}.values():
+        if any(x is copy for x in list(attributes_of(owner).values()) for copy in copies):
+            yield from functions_in(owner)
+
+
+def _distance(left: list[_Sample], right: list[_Sample] | None = None) -> float:
+    """Return the distance of the elements, from zero where there is one list."""
+    other = itertools.repeat(0.0) if right is None else itertools.chain(*right)
+    pairs = zip(itertools.chain(*left), other, strict=False)
+    return math.sqrt(sum((a - b) ** 2 for a, b in pairs))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -10,11 +10,11 @@ import functools
 import inspect
 import linecache
 import sysconfig
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections import ChainMap, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from fabric.client.loop.loop_flow import (
     dotted,
     holder,
     inside,
+    loops_at,
     made_from,
     moves_training,
     names_read,
@@ -35,7 +36,8 @@ from fabric.client.loop.loop_flow import (
 
 _LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
 _CALLS = ("__call__", "__getitem__", "__getitems__")  # the methods that give data
-_PARTS, _DEPTH, _FEW = 1000, 4, 64  # limits of a search for the parts of an object
+# Limits of a search: the parts of an object, their depth, the length of a list, and the functions.
+_PARTS, _DEPTH, _FEW, _FUNCTIONS = 1000, 4, 64, 300
 
 
 def kept_by_calls(things: Iterable[Any], shared: Collection[int] = ()) -> str:
@@ -46,26 +48,24 @@ def kept_by_calls(things: Iterable[Any], shared: Collection[int] = ()) -> str:
     """
     reached = _Reached(things)
     for functions in reached.groups():
+        begun = {f.symbols.get(name, "") for f in functions for name in _begun(f.node)}
         for keeper in functions:
-            if id(keeper.thing) in shared:
-                continue
-            kept = {name: True for name in keeper.kept() if keeper.outer(name) not in _begun(functions)}
-            kept |= {name: False for name in keeper.left() if name not in kept}
-            for name, conditions in kept.items():
-                held = keeper.object_of(ast.parse(name, mode="eval").body)
-                if id(held) not in shared and _give(
-                    functions, reached.entries, keeper.outer(name), conditions
+            counted = {name: x for name, x in keeper.kept().items() if keeper.symbols.get(name) not in begun}
+            for name, line in (counted | keeper.left() if id(keeper.thing) not in shared else {}).items():
+                gives = functools.partial(_gives, conditions=name in counted)
+                made = spread(functions, keeper.symbols.get(name, ""), gives, name in counted)
+                givers = (x for x in functions if x in reached.entries)
+                if id(value_of(keeper.values, name)) not in shared and any(
+                    gives(x, x.made(made, name in counted)) for x in givers
                 ):
-                    line = (keeper.kept() | keeper.left())[name]
-                    file = Path(keeper.function.__code__.co_filename).name
-                    return f"{name}, which {keeper} keeps from call to call ({file}:{line})"
+                    return f"{name}, which {keeper} keeps from call to call ({keeper.place(line)})"
     return ""
 
 
 def kept_by_loop(loop: ast.stmt, values: Mapping[str, Any], shared: Collection[int] = ()) -> str:
     """As ``kept_by_calls``, for what a loop calls and trains by. ``values``: of the names in its frame."""
     for name in sorted({dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)} - {""}):
-        value = value_of(values, name)
+        value = callee(values, name)
         if not isinstance(value, torch.nn.Module | type) and moves_training(loop, made_from(loop, {name})):
             kept = kept_by_calls([value], shared)
             if kept:
@@ -74,73 +74,110 @@ def kept_by_loop(loop: ast.stmt, values: Mapping[str, Any], shared: Collection[i
 
 
 def value_of(values: Mapping[str, Any], name: str) -> Any:
-    """Return what a name or an attribute's path has, or None; of a user's object also a method."""
+    """Return what a name or an attribute's path has, or None. No code of an object runs for it."""
     thing, *path = name.split(".")
     value = values.get(thing)
     for part in path:
-        kind: Any = type(value)
-        names = {own for own, _, _ in methods_of(kind)} & {part}
-        methods = {x: getattr(value, x) for x in names if not isinstance(getattr(kind, x), property)}
-        tensors: dict[str, Any] = {}  # only a module's: other objects may answer any name
-        if isinstance(value, torch.nn.Module):
-            tensors = {**value._parameters, **value._buffers}  # noqa: SLF001
-        value = {**tensors, **methods, **getattr(value, "__dict__", {})}.get(part)
+        own = attributes_of(value)
+        tables = ("_parameters", "_buffers", "_modules") if isinstance(value, torch.nn.Module) else ()
+        value = next((x[part] for x in (own, *(own.get(y, {}) for y in tables)) if part in x), None)
     return value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class UserFunction:
-    """A function in the user's files. ``thing``: the object whose method it is, or None."""
+def attributes_of(value: Any) -> Mapping[str, Any]:
+    """Return an object's own attributes without its ``__getattribute__``, which may raise an error."""
+    try:
+        attributes: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # it has slots
+        return {}
+    return attributes
 
-    thing: Any
+
+def callee(values: Mapping[str, Any], name: str) -> Any:
+    """As ``value_of``, and the method of a user's object."""
+    owner, _, last = name.rpartition(".")
+    thing = value_of(values, owner)
+    kind: Any = type(thing)
+    method = methods_of(kind).get(last)
+    return MethodType(method[0], thing) if method is not None else value_of(values, name)
+
+
+@dataclass(frozen=True, eq=False)
+class UserFunction:
+    """A function in the user's files: its source, and the objects of the names in the source.
+
+    Names are as in the source: ``n``, or an attribute's path as ``self.count``. A symbol names the same thing
+    in all functions: a global name begins with its module there, a name of an outer function with its cell,
+    and an attribute with its object.
+    """
+
+    thing: Any  # the object whose method it is, or None
+    name: str  # of the method in its class
     function: FunctionType
     node: ast.FunctionDef
+    given: Mapping[str, Any]  # names of arguments, with what they get
 
     def __str__(self) -> str:
         return self.function.__qualname__.rpartition("<locals>.")[2]
 
-    @property
+    def place(self, line: int) -> str:
+        """Return a line of the function's file for a sentence."""
+        return f"{Path(self.function.__code__.co_filename).name}:{line}"
+
+    @functools.cached_property
     def me(self) -> str:
         """The name of a method's own object; empty for a plain function."""
         arguments = self.node.args.args
         return arguments[0].arg if self.thing is not None and arguments else ""
 
-    def outer(self, name: str) -> str:
-        """Return a name as other functions know it: an attribute of the own object begins with a dot."""
-        return name.removeprefix(self.me) if self.me and name.startswith(f"{self.me}.") else name
-
-    def object_of(self, node: ast.AST) -> Any:
-        """Return the object that an expression names, or None where the source does not show it."""
-        if isinstance(node, ast.Name):
-            if node.id == self.me:
-                return self.thing
-            free = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
+    @functools.cached_property
+    def values(self) -> ChainMap[str, Any]:
+        """The names that have an object before a call, and with None the function's own variables."""
+        code = self.function.__code__
+        values = dict.fromkeys((*code.co_varnames, *code.co_cellvars))
+        values |= {name: x for name, x in self.given.items() if name in values}
+        values |= {self.me: self.thing} if self.me else {}
+        for name, cell in zip(code.co_freevars, self.function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # the name is not set yet
-                return free[node.id].cell_contents if node.id in free else self._of_module(node.id)
-        if isinstance(node, ast.Attribute):
-            return getattr(self.object_of(node.value), "__dict__", {}).get(node.attr)
-        return None
+                values[name] = cell.cell_contents
+        return ChainMap(values, self.function.__globals__)
 
-    def _of_module(self, name: str) -> Any:
-        return None if name in self._own() else self.function.__globals__.get(name)
+    @functools.cached_property
+    def symbols(self) -> dict[str, str]:
+        """The names in the source, with their symbols. A variable of the function's own keeps its name."""
+        names = names_read(self.node) | set(stores(self.node.body))
+        return {name: symbol for name in names if (symbol := self._symbol(name))}
 
-    def _own(self) -> set[str]:
-        """Return the names of arguments and of variables of this function's own."""
-        parts = [x for x in ast.walk(self.node) if isinstance(x, ast.Global | ast.Nonlocal)]
-        arguments = {x.arg for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
-        own = arguments | set(stores(self.node.body)) - {name for x in parts for name in x.names}
-        return own - {self.me}
+    def _symbol(self, name: str) -> str:
+        held, _, last = name.rpartition(".")
+        code, thing = self.function.__code__, value_of(self.values, held)
+        if held and thing is None:
+            outer = self._symbol(held)
+            return f"{outer}.{last}" if "." in outer else ""
+        if held:
+            return f"{id(thing)}.{last}"
+        if name in code.co_freevars:
+            return f"{id((self.function.__closure__ or ())[code.co_freevars.index(name)])}.{name}"
+        return name if name in (*code.co_varnames, *code.co_cellvars) else f"{id(self.values.maps[1])}.{name}"
+
+    def shared(self, names: Iterable[str]) -> set[str]:
+        """Return the symbols of those names that other functions know too."""
+        return {x for x in (self.symbols.get(name, "") for name in names) if "." in x}
+
+    def made(self, source: Collection[str], conditions: bool = True) -> set[str]:
+        """Return the names of the symbols ``source``, and those that the function makes from them.
+
+        ``conditions``: also under a test of them.
+        """
+        names = {name for name, symbol in self.symbols.items() if symbol in source}
+        return made_from(self.node, names, conditions, parts=True) if names else names
 
     def kept(self) -> dict[str, int]:
         """Return the names that a call makes from the value of an earlier call, each with its line."""
-        own, names = self._own(), dict[str, int]()
-        carry(
-            self.node.body, own & {x.arg for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}, names
-        )
+        names = dict[str, int]()
+        carry(self.node.body, {x.arg for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}, names)
         names |= changed_in_place(self.node)
-        return {
-            name: at for name, at in names.items() if name.partition(".")[0] not in own and name != self.me
-        }
+        return {name: at for name, at in names.items() if "." in self.symbols.get(name, "")}
 
     def left(self) -> dict[str, int]:
         """Return the names that each call reads, and then sets to another value."""
@@ -151,20 +188,39 @@ class UserFunction:
         read, names = set[str](), dict[str, int]()
         for node in self.node.body:
             if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):
-                names |= {
-                    name: node.lineno
-                    for name in stores([node])
-                    if self.outer(name)[0] == "." and name in read
-                }
+                stored = [x for x in stores([node]) if self.me and x.startswith(f"{self.me}.") and x in read]
+                names |= dict.fromkeys(stored, node.lineno)
             read |= names_read(node)
         return names
+
+
+def spread(
+    functions: Collection[UserFunction],
+    source: str,
+    gives: Callable[[UserFunction, set[str]], bool],
+    conditions: bool = True,
+) -> set[str]:
+    """Return ``source``, the symbols that the functions make from it, and functions that give one of them.
+
+    ``gives``: whether a function's result is made from one of the names.
+    """
+    made, size = {source} - {""}, 0
+    while size != len(made):
+        size = len(made)
+        for function in functions:
+            names = function.made(made, conditions)
+            made |= function.shared(names)
+            if names and gives(function, names):
+                made.add(f"{id(function.thing)}.{function.name}")
+    return made
 
 
 def changed_in_place(node: ast.AST) -> dict[str, int]:
     """Return the names whose content a node makes from the old one, or moves on, each with its line."""
     names: dict[str, int] = {}
+    fills = set(_fills(node))
     for x in ast.walk(node):
-        if isinstance(x, ast.Assign | ast.AugAssign):
+        if isinstance(x, ast.Assign | ast.AugAssign) and x not in fills:
             for target in x.targets if isinstance(x, ast.Assign) else [x.target]:
                 name = holder(target) if isinstance(target, ast.Subscript) else ""
                 if isinstance(x, ast.AugAssign) or name in names_read(x.value):
@@ -182,38 +238,43 @@ def changed_in_place(node: ast.AST) -> dict[str, int]:
     return names
 
 
-def _begun(functions: list[UserFunction]) -> set[str]:
-    """Return the attributes that one of the functions sets in each call, without their old value."""
-    return {
-        f.outer(name)
-        for f in functions
-        for node in f.node.body
-        if isinstance(node, ast.Assign)
-        for name in stores([node])
-        if name not in names_read(node)
-    }
+def _fills(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the assignments that make an item of a cache once: its value goes by its index alone.
+
+    They lie under ``if not self.done[i]:`` or ``if i not in self.done:`` that marks the index, or under
+    ``if isinstance(self.items[i], str):`` that loads the item.
+    """
+    for branch in (x for x in ast.walk(node) if isinstance(x, ast.If)):
+        inner, test = [x for part in branch.body for x in ast.walk(part)], branch.test
+        puts = {ast.unparse(x.targets[0]): x for x in inner if isinstance(x, ast.Assign)}
+        marks = {item for item, x in puts.items() if ast.unparse(x.value) in ("True", "1")}
+        adds = [x for x in inner if isinstance(x, ast.Call) and called(x) == "add" and len(x.args) == 1]
+        marks |= {f"{ast.unparse(x.func).removesuffix('.add')}[{ast.unparse(x.args[0])}]" for x in adds}
+        asked = ""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            asked = ast.unparse(test.operand)
+        elif isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotIn):
+            asked = f"{ast.unparse(test.comparators[0])}[{ast.unparse(test.left)}]"
+        elif isinstance(test, ast.Call) and called(test) == "isinstance" and test.args:
+            item = ast.unparse(test.args[0])
+            value = puts[item].value if item in puts else None
+            if isinstance(value, ast.Call) and item in map(ast.unparse, value.args):
+                yield puts[item]
+        if "[" in asked and asked in marks:
+            yield from (x for item, x in puts.items() if item.endswith(asked[asked.index("[") :]))
 
 
-def _give(functions: list[UserFunction], entries: set[UserFunction], name: str, conditions: bool) -> bool:
-    """Whether the result of one of the ``entries`` depends on ``name``."""
-    made, size = {name}, 0
-    while size != len(made):
-        size = len(made)
-        for f in functions:
-            inner = {f.me + x if x[0] == "." else x for x in made}
-            local = made_from(f.node, inner, conditions, parts=True)
-            made |= {x for x in map(f.outer, local) if x[0] == "."}
-            if _gives(f.node, local, conditions):
-                if f in entries:
-                    return True
-                made.add(f".{f.node.name}")
-    return False
+def _begun(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the names that a function sets in each call, without their old value."""
+    for node in function.body:
+        if isinstance(node, ast.Assign):
+            yield from (name for name in stores([node]) if name not in names_read(node))
 
 
-def _gives(function: ast.FunctionDef, made: set[str], conditions: bool) -> bool:
+def _gives(function: UserFunction, made: set[str], conditions: bool) -> bool:
     """Whether what a function returns or yields is made from one of the names."""
     results = ast.Return | ast.Yield | ast.YieldFrom
-    for x, _ in inside(function):
+    for x, _ in inside(function.node):
         if isinstance(x, results) and x.value is not None and names_read(x.value) & made:
             return True
         decides = conditions and isinstance(x, ast.If) and names_read(x.test) & made
@@ -253,9 +314,8 @@ class _Reached:
         elif isinstance(value, MethodType):
             self._method(value.__self__, value.__name__, None)
         elif isinstance(value, FunctionType):
-            node = functions_of(value.__code__.co_filename).get(value.__code__.co_firstlineno)
-            if node is not None:
-                self._add(UserFunction(None, value, node), None)
+            if own := functions_in(value):
+                self._add(own[0], None)
             elif is_of_user(value.__code__.co_filename):  # a lambda
                 more = [x.cell_contents for x in value.__closure__ or ()]
                 more = [*more, *(value.__globals__.get(name) for name in value.__code__.co_names)]
@@ -264,31 +324,44 @@ class _Reached:
         elif not isinstance(value, torch.Tensor | torch.nn.Module | type | ModuleType):
             for name in _CALLS:
                 self._method(value, name, None)
-            more = list(getattr(value, "__dict__", {}).values())
+            more = list(attributes_of(value).values())
         self._pending.extend((x, depth + 1) for x in more)
 
     def _method(self, thing: Any, name: str, caller: UserFunction | None) -> None:
         kind: Any = type(thing)
-        for own, function, node in methods_of(kind):
-            if own == name:
-                self._add(UserFunction(thing, function, node), caller)
+        if name in methods_of(kind):
+            self._add(UserFunction(thing, name, *methods_of(kind)[name], {}), caller)
 
     def _add(self, function: UserFunction, caller: UserFunction | None) -> None:
         key = id(function.thing), id(function.function)
         is_new, function = key not in self._functions, self._functions.setdefault(key, function)
         if caller is None or caller.thing is not function.thing:
             self.entries.add(function)
-        if not is_new:
+        if not is_new or len(self._functions) > _FUNCTIONS:
             return
         for x in ast.walk(function.node):
-            if isinstance(x, ast.Attribute) and (owner := function.object_of(x.value)) is not None:
+            if (
+                isinstance(x, ast.Attribute)
+                and (owner := value_of(function.values, dotted(x.value))) is not None
+            ):
                 self._method(owner, x.attr, function)
-            if isinstance(x, ast.Call) and not isinstance(called := function.object_of(x.func), type):
+            if isinstance(x, ast.Call) and not isinstance(
+                called := value_of(function.values, dotted(x.func)), type
+            ):
                 self._look(called, 0)
 
 
+def functions_in(thing: Any, given: Mapping[str, Any] = MappingProxyType({})) -> list[UserFunction]:
+    """Return the methods of an object, or a function, that lie in the user's files."""
+    if isinstance(thing, FunctionType):
+        node = functions_of(thing.__code__.co_filename).get(thing.__code__.co_firstlineno)
+        return [UserFunction(None, "__call__", thing, node, given)] if node is not None else []
+    kind: Any = type(thing)
+    return [UserFunction(thing, name, *method, given) for name, method in methods_of(kind).items()]
+
+
 @functools.cache
-def methods_of(kind: type) -> list[tuple[str, FunctionType, ast.FunctionDef]]:
+def methods_of(kind: type) -> dict[str, tuple[FunctionType, ast.FunctionDef]]:
     """Return the methods of a class that lie in the user's files, by name."""
     functions: dict[str, FunctionType] = {}
     for base in kind.__mro__:
@@ -300,7 +373,7 @@ def methods_of(kind: type) -> list[tuple[str, FunctionType, ast.FunctionDef]]:
         name: functions_of(x.__code__.co_filename).get(x.__code__.co_firstlineno)
         for name, x in functions.items()
     }
-    return [(name, functions[name], node) for name, node in nodes.items() if node is not None]
+    return {name: (functions[name], node) for name, node in nodes.items() if node is not None}
 
 
 @functools.cache
@@ -315,9 +388,33 @@ def functions_of(file: str) -> dict[int, ast.FunctionDef]:
     """Return the functions of a user's file by their first line, which may be a decorator's."""
     if not is_of_user(file):
         return {}
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
+    tree = parsed("".join(linecache.getlines(file)))
+    if tree is None:
         return {}
     functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
     return {min([x.lineno, *(y.lineno for y in x.decorator_list)]): x for x in functions}
+
+
+@functools.lru_cache(maxsize=64)
+def parsed(source: str) -> ast.Module | None:
+    """Return the tree of a source, or None where Python cannot read it."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def tree_of(frame: FrameType) -> ast.Module | None:
+    """Return the tree of the source that a frame runs."""
+    return parsed("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+
+
+def loops_around(
+    frame: FrameType | None,
+) -> Iterator[tuple[FrameType, list[ast.For | ast.AsyncFor | ast.While]]]:
+    """Yield the frames of the user's files, from this one outward, with the loops that run there."""
+    while frame is not None:
+        tree = tree_of(frame) if is_of_user(frame.f_code.co_filename) else None
+        if tree is not None and (loops := loops_at(tree, frame.f_lineno)):
+            yield frame, loops
+        frame = frame.f_back

@@ -11,10 +11,15 @@ none shuffles. All others are whole on each replica. A loop without such a DataL
 with another seed on each replica. It is refused where all replicas draw the same data all the same.
 """
 
+import ast
 import gc
 import itertools
-from collections.abc import Iterator, Mapping
-from types import GeneratorType
+import linecache
+import random
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from types import FrameType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +28,9 @@ import xxhash
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from fabric.client.data.sampler import StepSampler
+from fabric.client.loop.loop_flow import assignments, called, dotted, names_read, stores
 from fabric.client.loop.loop_source import refuse_memory
+from fabric.client.loop.user_functions import functions_in, loops_around, value_of
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.block_order import BlockOrder, BlockReader
@@ -46,6 +53,30 @@ _ARGUMENTS = (
     "persistent_workers",
 )
 _ALIKE = 3  # steps in a row with equal inputs that show equal data: the numbers of one may be equal by chance
+_SAME = (
+    "all replicas train on the same data, because the script reads them in a fixed order: give the "
+    "DataLoader shuffle=True, draw the batches from torch's random generator, let an IterableDataset yield "
+    f"the part of FABRIC_REPLICA, or {OWN_WAY}"
+)
+# A script with one of these words may give each replica other data.
+_TELLING = re.compile(
+    r"environ|getenv|rank|replica|worker_info|arg[vs]|argparse|\btime|uuid|urandom|getpid|host|seed\(\)|secrets"
+    r"|open\(|load\w*\(|read\w*\(|request|socket|input\(",
+    re.IGNORECASE,
+)
+_DRAWS = {"rand", "randn", "randint", "randperm", "normal", "multinomial", "bernoulli", "poisson", "Random"}
+_DRAWS |= {
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "seed",
+    "initial_seed",
+    "dropout",
+    "empty",
+    "empty_like",
+}
+_PURE = {"range", "enumerate", "zip", "len", "int", "float", "list", "tuple", "min", "max", "sum", "abs"}
+_PLAIN = (int, float, str, torch.Generator, random.Random)
 _WHOLE = "read the batches of an evaluation within torch.no_grad() or in eval mode"
 
 
@@ -83,6 +114,7 @@ class OpenReads:
     """
 
     def __init__(self) -> None:
+        self.stream: object = None  # the IterableDataset that trains
         self._open: list[Loader] = []
         self._looks: list[Loader] = []
         self._looks_before: list[Loader] = []  # before the last backward pass
@@ -297,6 +329,7 @@ class AdoptedData:
         """Raise ConfigError for a loader that trains and is not dealt out, unless it is a stream."""
         if isinstance(loader.dataset, IterableDataset) and not self._trains:
             self._loader = self._order = None  # no other loader has trained
+            self._reads.stream = loader.dataset
         elif self._order is not None or self._loop.session is not None:
             raise ConfigError(
                 f"the script trains on batches of the DataLoader over {_name(loader)} that --adopt does not "
@@ -340,6 +373,7 @@ class AdoptedData:
                 f"sees those of torch.utils.data.DataLoader alone: use that, or {OWN_WAY}"
             )
         if self._order is None or self._loader is None:
+            refuse_same_data(sys._getframe(), self._reads.stream, self.replicas)  # noqa: SLF001
             return
         if any(_is_pass(x) for cycle in living(itertools.cycle) for x in gc.get_referents(cycle)):
             raise ConfigError(
@@ -444,11 +478,68 @@ class InputWatch:
         alike = count > 1 and count * metrics["fabric.squares"] == metrics["fabric.sum"] ** 2
         self._alike = self._alike + 1 if alike else 0
         if self._alike == _ALIKE:
-            raise ConfigError(
-                "all replicas train on the same data, because the script reads them in a fixed order: give "
-                "the DataLoader shuffle=True, draw the batches from torch's random generator, let an "
-                f"IterableDataset yield the part of FABRIC_REPLICA, or {OWN_WAY}"
-            )
+            raise ConfigError(_SAME)
+
+
+def refuse_same_data(frame: FrameType | None, stream: object, replicas: int) -> None:
+    """Raise ConfigError where the source shows that all replicas draw the same data by a seed of their own.
+
+    ``stream``: the IterableDataset that trains, or None where the loop makes its batches.
+    """
+    around = list(loops_around(frame))
+    methods = {x.name: x for x in functions_in(stream)} if stream is not None else {}
+    files = {x.f_code.co_filename for x, _ in around} | {
+        x.function.__code__.co_filename for x in methods.values()
+    }
+    if replicas < 2 or not around or any(map(_TELLING.search, map("".join, map(linecache.getlines, files)))):
+        return
+    if stream is not None:
+        alike = "__iter__" in methods and all(
+            _draws_alike(x.node, x.values, methods) for x in methods.values() if x.name != "__init__"
+        )
+    else:
+        inner, loops = around[0]
+        alike = _inputs_alike(loops[0], {**inner.f_globals, **inner.f_locals})
+    if alike:
+        raise ConfigError(_SAME)
+
+
+def _inputs_alike(loop: ast.stmt, values: Mapping[str, Any]) -> bool:
+    """Whether the loop makes what its model gets from generators of the script's own and from numbers."""
+    calls = [x for x in ast.walk(loop) if isinstance(x, ast.Call)]
+    modules = [x for x in calls if isinstance(value_of(values, dotted(x.func)), torch.nn.Module)]
+    names = {name for x in modules[:1] for part in x.args for name in names_read(part)}
+    own, size = dict.fromkeys(stores([loop])), -1
+    while size != len(names):
+        size = len(names)
+        made = [(stored, value) for _, stored, value in assignments(loop) if stored & names]
+        names |= {name for _, value in made for name in names_read(value) if name in own}
+    parts = [x for _, value in made for x in ast.walk(value)]
+    is_drawn = any(isinstance(x, ast.keyword) and x.arg == "generator" for x in parts)
+    is_made_here = names <= {name for stored, _ in made for name in stored}
+    return is_drawn and is_made_here and all(_draws_alike(x, {**values, **own}, ()) for _, x in made)
+
+
+def _draws_alike(node: ast.AST, values: Mapping[str, Any], methods: Collection[str]) -> bool:
+    """Whether all that a node calls and reads is the same on all replicas."""
+    heads = {id(x.func) for x in ast.walk(node) if isinstance(x, ast.Call)}
+    for x in ast.walk(node):
+        if isinstance(x, ast.Call):
+            owner, name = value_of(values, dotted(x.func).rpartition(".")[0]), called(x)
+            given = next((y.value for y in x.keywords if y.arg == "generator"), None)
+            is_seeded = isinstance(given, ast.Name | ast.Attribute) or (name == "Random" and bool(x.args))
+            if (name in _DRAWS or name.endswith("_")) and not is_seeded:
+                return False
+            is_plain = isinstance(x.func, ast.Attribute) or name in _PURE
+            is_known = owner is None or owner is torch or isinstance(owner, _PLAIN) or name in methods
+            if not is_plain or not (is_known or (owner is random and name == "Random")):
+                return False
+        elif isinstance(x, ast.Name | ast.Attribute) and id(x) not in heads and dotted(x) != "self":
+            value = value_of(values, dotted(x)) if dotted(x) else None
+            is_default = value is torch.default_generator
+            if is_default or not (value is None or isinstance(value, (*_PLAIN, ModuleType))):
+                return False
+    return True
 
 
 def _is_pass(value: object) -> bool:

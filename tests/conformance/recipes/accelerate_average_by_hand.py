@@ -6,8 +6,9 @@ import torch
 AREA = "accelerate"
 NEEDS = ("accelerate",)
 LAUNCH = "--adopt"
-REFUSED = "the training keeps an average of the model in a list of 4 values"
-WITHIN = 4
+REFUSED = (
+    "the training keeps an average of the model in a list of 4 values (accelerate_average_by_hand.py:"
+)
 
 from accelerate import Accelerator  # noqa: E402
 

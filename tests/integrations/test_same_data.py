@@ -1,0 +1,189 @@
+"""With --adopt, data that all replicas draw alike are refused before the first step, by their source."""
+
+import sys
+import textwrap
+
+import pytest
+
+from fabric.errors import ConfigError
+from fabric.integrations.adopt.adopted_data import refuse_same_data
+
+BASE = """
+import random
+import torch
+from torch.utils.data import IterableDataset
+model = torch.nn.Linear(4, 1)
+stream = None
+"""
+ALIKE = {
+    "a stream with a generator of its own": """
+        class Numbers(IterableDataset):
+            def __iter__(self):
+                drawn = torch.Generator().manual_seed(7)
+                while True: yield torch.randn(4, generator=drawn)
+        stream = Numbers()
+    """,
+    "a stream that holds its generator": """
+        class Numbers(IterableDataset):
+            def __init__(self, seed): self.drawn = random.Random(seed)
+            def __iter__(self):
+                for _ in range(9): yield self.item()
+            def item(self): return torch.tensor([self.drawn.random() for _ in range(4)])
+        stream = Numbers(3)
+    """,
+    "a stream of numbers": """
+        class Numbers(IterableDataset):
+            def __iter__(self):
+                for i in range(9): yield torch.ones(4) * i
+        stream = Numbers()
+    """,
+    "batches from a generator of the script's": """
+        drawn = torch.Generator()
+        drawn.manual_seed(1)
+        def loop(check):
+            for _ in range(2):
+                x = torch.randn(8, 4, generator=drawn)
+                y = x.sum(1)
+                loss = (model(x) - y).square().mean()
+                check()
+    """,
+}
+OTHERS = {
+    "a stream by torch's generator": """
+        class Numbers(IterableDataset):
+            def __iter__(self):
+                while True: yield torch.randn(4)
+        stream = Numbers()
+    """,
+    "a stream by the replica's name": """
+        import os
+        class Numbers(IterableDataset):
+            def __init__(self): self.seed = len(os.environ.get("FABRIC_REPLICA", ""))
+            def __iter__(self):
+                drawn = torch.Generator().manual_seed(self.seed)
+                while True: yield torch.randn(4, generator=drawn)
+        stream = Numbers()
+    """,
+    "a stream of another object": """
+        class Source:
+            def draw(self): return torch.randn(4)
+        class Numbers(IterableDataset):
+            def __init__(self): self.source = Source()
+            def __iter__(self):
+                while True: yield self.source.draw()
+        stream = Numbers()
+    """,
+    "a stream of a function": """
+        def draw(): return torch.randn(4)
+        class Numbers(IterableDataset):
+            def __iter__(self):
+                while True: yield draw()
+        stream = Numbers()
+    """,
+    "a stream whose generator has a seed by chance": """
+        class Numbers(IterableDataset):
+            def __init__(self):
+                self.drawn = torch.Generator()
+                self.drawn.seed()
+            def __iter__(self):
+                while True: yield torch.randn(4, generator=self.drawn)
+        stream = Numbers()
+    """,
+    "a stream by the system's chance": """
+        class Numbers(IterableDataset):
+            def __iter__(self):
+                drawn = random.Random()
+                while True: yield torch.tensor(drawn.random())
+        stream = Numbers()
+    """,
+    "a stream by Python's random numbers": """
+        class Numbers(IterableDataset):
+            def __iter__(self):
+                for _ in range(9): yield torch.tensor(random.random())
+        stream = Numbers()
+    """,
+    "a stream with a seed of Python's random numbers": """
+        class Numbers(IterableDataset):
+            def __iter__(self):
+                drawn = random.Random(random.random())
+                while True: yield torch.tensor(drawn.random())
+        stream = Numbers()
+    """,
+    "a stream that is filled in place": """
+        class Numbers(IterableDataset):
+            def __iter__(self):
+                while True: yield torch.zeros(4).uniform_()
+        stream = Numbers()
+    """,
+    "torch's generator by name": """
+        class Numbers(IterableDataset):
+            def __init__(self): self.drawn = torch.default_generator
+            def __iter__(self):
+                while True: yield torch.randn(4, generator=self.drawn)
+        stream = Numbers()
+    """,
+    "a stream of a library": """
+        from torch.utils.data import ChainDataset
+        stream = ChainDataset([])
+    """,
+    "batches by torch's generator": """
+        def loop(check):
+            for _ in range(2):
+                x = torch.randn(8, 4)
+                loss = model(x).mean()
+                check()
+    """,
+    "batches by two generators": """
+        drawn = torch.Generator()
+        def loop(check):
+            for _ in range(2):
+                x = torch.randn(8, 4, generator=drawn)
+                x = x + torch.randn(8, 4)
+                loss = model(x).mean()
+                check()
+    """,
+    "batches of rows that the script has drawn before": """
+        drawn, rows = torch.Generator(), torch.randn(99, 4)
+        def loop(check):
+            for _ in range(2):
+                x = rows[torch.randint(0, 99, (8,), generator=drawn)]
+                loss = model(x).mean()
+                check()
+    """,
+    "noise for another tensor": """
+        drawn = torch.Generator()
+        def loop(check):
+            for x in torch.randn(2, 8, 4):
+                noise = torch.randn(8, 4, generator=drawn)
+                loss = model(x).mean()
+                check()
+    """,
+}
+LOOP = """
+if "loop" not in globals():
+    def loop(check):
+        for x in range(2): check()
+"""
+
+
+@pytest.fixture
+def adopt(tmp_path):
+    def run(text, replicas=2):
+        path, names = tmp_path / "script.py", {"__name__": "script"}
+        path.write_text(BASE + textwrap.dedent(text) + LOOP)
+        exec(compile(path.read_text(), str(path), "exec"), names)
+        names["loop"](lambda: refuse_same_data(sys._getframe(), names["stream"], replicas))
+
+    return run
+
+
+@pytest.mark.parametrize("text", ALIKE.values(), ids=ALIKE)
+def test_data_that_are_alike_by_the_source_are_refused_before_the_first_step(adopt, text):
+    with pytest.raises(ConfigError, match="all replicas train on the same data"):
+        adopt(text)
+    adopt(text, replicas=1)
+
+
+@pytest.mark.parametrize("text", OTHERS.values(), ids=OTHERS)
+def test_data_that_may_differ_are_left_to_the_watch(adopt, text):
+    adopt(text)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fabric.client.loop.loop_flow import called, sets_rate
-from fabric.client.loop.user_functions import functions_of, methods_of
+from fabric.client.loop.loop_flow import GROWS, called, gradient_sources, sets_rate
+from fabric.client.loop.user_functions import functions_of, methods_of, steers_forward
 
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_for_metrics"),
@@ -165,7 +165,10 @@ def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
     for symbol, (keeper, line) in (_kept(running) | measured).items():
         if symbol not in saved:
             made, every = _made(symbol, running), _made(symbol, methods)
-            user = next((x for x in running if _makes_loss(x, made, hooks.losses)), None)
+            module = next((x for x in things if symbol.partition(".")[0] == str(id(x))), None)
+            steered = isinstance(module, torch.nn.Module) and steers_forward(module, symbol.partition(".")[2])
+            user = keeper if steered and type(module).__module__.startswith("torch.") else None
+            user = user or next((x for x in running if _makes_loss(x, made, hooks.losses)), None)
             user = user or next((x for x in methods if _steers(x, x.made(every), hooks.stops)), None)
             if user is not None:
                 name, file = symbol.partition(".")[2], Path(keeper.function.__code__.co_filename).name
@@ -308,7 +311,7 @@ def _kept(methods: list[UserMethod]) -> dict[str, tuple[UserMethod, int]]:
     for method in methods:
         branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
         conditional = {id(y) for x in branches for y in ast.walk(x)}
-        for symbol, line in method.generators():
+        for symbol, line in [*method.generators(), *_grown(method)]:
             kept.setdefault(symbol, (method, line))
         for statement, stored, value in method.assignments(method.node):
             tables = {method.symbol(x) for x in _tables(statement, method)}
@@ -334,6 +337,14 @@ def _tables(statement: ast.AST, method: UserMethod) -> Iterator[ast.expr]:
             yield from [x.value] if isinstance(held, torch.Tensor | np.ndarray) else []
 
 
+def _grown(method: UserMethod) -> Iterator[tuple[str, int]]:
+    """Yield the lists of objects to which a method appends, and the line."""
+    for x in ast.walk(method.node):
+        if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in GROWS:
+            for symbol in _of_objects([method.symbol(x.func.value)]):
+                yield symbol, x.lineno
+
+
 def _is_set(node: ast.Attribute, names: Collection[str]) -> bool:
     return node.attr in names and isinstance(node.ctx, ast.Store)
 
@@ -355,6 +366,7 @@ def _makes_loss(method: UserMethod, made: set[str], losses: Collection[str]) -> 
     within = method.made(made)
     values = list(method.results()) if method.name in losses else []
     for x in ast.walk(method.node):
+        values += gradient_sources(x)
         if isinstance(x, ast.Call) and getattr(x.func, "attr", "") in _BACKWARDS:
             values += x.args
     return any(method.read(x) & within for x in values)

@@ -20,16 +20,19 @@ from typing import Any
 import torch
 
 from fabric.client.loop.loop_flow import (
+    MEASURES_GRADIENTS,
     called,
     carry,
     dotted,
     ends_by,
+    kept_weights,
     loops_at,
     made_from,
     moves_training,
     names_read,
     stores,
 )
+from fabric.client.loop.loop_source import changed_names
 from fabric.client.loop.user_functions import is_of_user, kept_by_loop, methods_of
 
 Loop = ast.For | ast.AsyncFor | ast.While
@@ -73,6 +76,7 @@ def _in_loops(tree: ast.AST, loops: list[Loop], sources: set[str], place: str) -
             return f"the loop ends at {place}:{end} by {name}, which is measured"
     carried: dict[str, int] = {}
     carry(loops[:1], set(), carried)
+    carried |= changed_names(loops[0])
     for name, at in carried.items():
         if name in sources and moves_training(loops[0], made_from(loops[0], {name})):
             return f"the training depends on {name}, which {place}:{at} carries from what is measured"
@@ -80,9 +84,8 @@ def _in_loops(tree: ast.AST, loops: list[Loop], sources: set[str], place: str) -
         at = _trains_by_past(loops, name)
         if at:
             return f"the training depends on {name}, which {place}:{at} measures for the next pass"
-    for name, at in _kept_weights(loops[0], sources):
-        if name in _loaded(tree):
-            return f"{name} at {place}:{at} keeps the weights that measure best"
+    for name, at in kept_weights(tree, loops[0], sources):
+        return f"{name} at {place}:{at} keeps the weights that measure best"
     return ""
 
 
@@ -105,23 +108,6 @@ def _trains_by_past(loops: list[Loop], name: str) -> int:
     return 0
 
 
-def _kept_weights(loop: ast.stmt, sources: set[str]) -> Iterator[tuple[str, int]]:
-    """Yield the names that get a copy of weights under a test of what is measured, with the line."""
-    for test in ast.walk(loop):
-        if isinstance(test, ast.If) and names_read(test.test) & sources:
-            for node in (y for part in test.body for y in ast.walk(part)):
-                if isinstance(node, ast.Assign) and any(
-                    isinstance(x, ast.Call) and called(x) == "state_dict" for x in ast.walk(node.value)
-                ):
-                    yield from ((name, node.lineno) for name in stores([node]))
-
-
-def _loaded(tree: ast.AST) -> set[str]:
-    """Return the names that the script gives to ``load_state_dict``."""
-    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and called(x) == "load_state_dict"]
-    return {name for call in calls for x in call.args for name in names_read(x)}
-
-
 class _Measured:
     """``names``: those in ``loop`` that a call of a model, or a call with a model, gives or changes."""
 
@@ -135,6 +121,7 @@ class _Measured:
                 if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
                     if node.value is not None and self._measures(node.value):
                         self.names |= set(stores([node])) - self._counts(node.value)
+                        self.names |= set(_tables(node))
                 elif isinstance(node, ast.For) and self._measures(node.iter):
                     self.names |= set(stores([node.target]))
                 elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -144,9 +131,13 @@ class _Measured:
 
     def _measures(self, node: ast.AST) -> bool:
         """Whether an expression reads a measured name, or what a model gives."""
+        if isinstance(node, ast.Attribute) and node.attr == "grad":
+            return True
         if isinstance(node, ast.Call):
             if called(node) == "len":
                 return False
+            if called(node) in MEASURES_GRADIENTS:
+                return True
             if isinstance(node.func, ast.Attribute) and called(node) in _NO_MEASURE:
                 return False
             if self._is_model(node.func) or any(self._is_model(x) for x in node.args):
@@ -185,6 +176,13 @@ class _Measured:
             children = held._modules if isinstance(held, torch.nn.Module) else {}  # noqa: SLF001
             return getattr(held, "__dict__", {}).get(node.attr, children.get(node.attr))
         return None
+
+
+def _tables(node: ast.AST) -> Iterator[str]:
+    """Yield the names of tables into which an assignment puts a value under a key that varies."""
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        if isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant):
+            yield from [dotted(target.value)] if dotted(target.value) else []
 
 
 def _is_list(name: str, loop: ast.stmt) -> bool:

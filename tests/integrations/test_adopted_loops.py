@@ -526,6 +526,30 @@ def test_a_loop_goes_over_the_jobs_steps_without_computing_them(adopt, capsys):
     assert "the job is at step 9, and the script's loop goes over 9 steps without computing them" in err
 
 
+def test_the_script_may_read_and_change_the_gradient_of_a_step_that_its_loop_goes_over(adopt):
+    norms, moved = [], []
+
+    def script():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loader = DataLoader(TensorDataset(torch.randn(32, 2)), batch_size=2, shuffle=True)
+        for _ in range(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).pow(2).mean().backward()
+                torch.nn.utils.clip_grad_value_(model.parameters(), 100.0)
+                norms.append(float(sum(p.grad.norm() for p in model.parameters())))
+                model.weight.grad.add_(1.0)
+                before = model.weight.detach().clone()
+                optimizer.step()
+                moved.append(bool((model.weight != before).any()))
+
+    session = adopt(script, ScriptedSession([9, 10], replayed=2))
+    assert [number for number, _ in session.made] == [9, *range(10, 16)]
+    assert norms[:9] == [0.0] * 9
+    assert [n for n, has_moved in enumerate(moved) if has_moved] == list(range(9, 16))
+
+
 def test_a_loop_that_is_ahead_of_the_job_starts_again(adopt):
     def script():
         model, optimizer = make()

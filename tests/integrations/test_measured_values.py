@@ -113,6 +113,62 @@ NAMED = {
         """,
         "the training depends on weight, which script.py:37 measures for the next pass",
     ),
+    "limits for the gradient by the norms before": (
+        """
+        norms = []
+        for x in data:
+            criterion(model(x)).backward()
+            norm = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5
+            norms.append(norm.item())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), sum(norms) / len(norms))
+        """,
+        "the training depends on norms, which script.py:36 carries from what is measured",
+    ),
+    "a limit by the norm that clipping gives": (
+        """
+        limit = 1.0
+        for x in data:
+            criterion(model(x)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            limit = 0.9 * limit + 0.1 * float(norm)
+        """,
+        "the training depends on limit, which script.py:36 carries from what is measured",
+    ),
+    "a slow average of the gradients": (
+        """
+        slow = {}
+        for x in data:
+            criterion(model(x)).backward()
+            for k, p in model.named_parameters():
+                slow[k] = slow[k] * 0.9 + p.grad if k in slow else p.grad.clone()
+                p.grad.add_(slow[k])
+        """,
+        "the training depends on slow, which script.py:36 carries from what is measured",
+    ),
+    "a rate that falls when an evaluation is worse": (
+        """
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            value = evaluate(model, data)
+            if value > best: optimizer.param_groups[0]["lr"] *= 0.5
+            best = min(best, value)
+        """,
+        "the training depends on best, which script.py:37 carries from what is measured",
+    ),
+    "a way back to the best file": (
+        """
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            value = evaluate(model, data)
+            if value < best:
+                best = value
+                torch.save(model.state_dict(), "/dev/null")
+            else:
+                model.load_state_dict(torch.load("/dev/null"))
+        """,
+        "the training depends on best, which script.py:35 carries from what is measured",
+    ),
     "averages that an object keeps of the losses": (
         """
         class Balance:
@@ -229,6 +285,26 @@ LEFT_ALONE = {
                 loss, step = one(model, step)
                 if step >= 2: break
         outer()
+        """,
+    "norms for prints, and limits by the epoch": """
+        norms, top = [], 0.0
+        limit = 1.0
+        for epoch in range(1):
+            for x in data:
+                criterion(model(x)).backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+                for p in model.parameters(): p.grad.mul_(limit)
+                norms.append(norm.item())
+                if norm > top: top = norm
+            limit *= 0.5
+            print(sum(norms), top)
+        """,
+    "a rate by the epoch": """
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            n += 1
+            if n > 3: optimizer.param_groups[0]["lr"] *= 0.5
         """,
     "a count and a norm": """
         while n < 1:

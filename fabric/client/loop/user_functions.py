@@ -88,6 +88,24 @@ def value_of(values: Mapping[str, Any], name: str) -> Any:
     return value
 
 
+def steers_forward(module: torch.nn.Module, attribute: str) -> bool:
+    """Return whether calls of a module read one of its plain attributes, as Dropout reads ``p``."""
+    kind: Any = type(module)
+    methods = {name: node for name, _, node in methods_of(kind)}
+    names, new = set[str](), {"forward"}
+    while new:
+        names |= new
+        called_ones = [node for name, node in methods.items() if name in names]
+        reads = {x.attr for node in called_ones for x in ast.walk(node) if isinstance(x, ast.Attribute)}
+        new = (reads & set(methods)) - names
+    is_read = any(
+        f"{node.args.args[0].arg}.{attribute}" in names_read(node)
+        for name, node in methods.items()
+        if name in names and node.args.args
+    )
+    return is_read or attribute in getattr(kind, "__constants__", ())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class UserFunction:
     """A function in the user's files. ``thing``: the object whose method it is, or None."""

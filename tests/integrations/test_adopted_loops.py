@@ -581,6 +581,23 @@ def test_a_file_of_this_job_says_at_which_step_the_loop_goes_on(adopt, tmp_path)
     assert [n for n, _ in adopt(script, again).made] == [4, 5, 6, 7]
 
 
+def test_a_script_that_finds_its_last_file_ends_as_without_fabric(adopt, tmp_path, capsys):
+    path = tmp_path / "snapshot.pt"
+
+    def script():
+        model, optimizer = make()
+        done = torch.load(path)["epoch"] if path.exists() else 0
+        for epoch in range(done, 1):
+            for (x,) in data():
+                model(x).sum().backward()
+                optimizer.step()
+            torch.save({"epoch": epoch + 1}, path)
+
+    assert [n for n, _ in adopt(script).made] == [0, 1, 2, 3]
+    assert adopt(script).made == []
+    assert "has loaded its file of step 4 and has ended without a further step" in capsys.readouterr().err
+
+
 def test_a_replica_that_does_not_write_leaves_the_file_alone(adopt, tmp_path):
     def script():
         model, optimizer = make()

@@ -59,10 +59,11 @@ def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> st
                 loops = loops_at(tree, frame.f_lineno)
         if loops:
             values = {**frame.f_globals, **frame.f_locals}
-            kept = kept_by_loop(loops[0], values, held)
+            measured = _Measured(loops[0], values)
+            kept = kept_by_loop(loops[0], values, held, measured.is_fed)
             if kept:
                 return f"the training depends on {kept}"
-            text = _in_loops(tree, loops, _Measured(loops[0], values).names, Path(file).name)
+            text = _in_loops(tree, loops, measured.names, Path(file).name)
             if text:
                 return text
         frame = frame.f_back
@@ -128,6 +129,10 @@ class _Measured:
                     self.names |= set(self._changed(node.value, loop))
             self.names = made_from(loop, self.names, conditions=True) if self.names else set()
         self.names -= {name for name, x in values.items() if isinstance(x, torch.nn.Module)}
+
+    def is_fed(self, call: ast.Call) -> bool:
+        """Whether a call gets what is measured."""
+        return any(map(self._measures, [*call.args, *(x.value for x in call.keywords)]))
 
     def _measures(self, node: ast.AST) -> bool:
         """Whether an expression reads a measured name, or what a model gives."""

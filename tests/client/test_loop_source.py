@@ -433,6 +433,8 @@ class Balance:
     def __call__(self, loss):
         self.mean = 0.9 * self.mean + 0.1 * loss.item()
         return loss / self.mean
+    def update(self, loss):
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
     def timed(self, loss):
         self.calls += 1
         return loss
@@ -482,12 +484,18 @@ KEPT = {
     "scaled.factor = scaled.factor * 0.9",
     "best, which": "for x in step:\n    step.backward(model(x).sum())\nvalue = model.weight.sum().item()\n"
     "if value > best: groups[0]['lr'] *= 0.5\nbest = min(best, value)",
+    "self.mean, which Balance.update keeps": "for x in step:\n    loss = model(x).sum()\n"
+    "    step.backward(loss / balance.mean)\n    balance.update(loss)",
     "self.mean, which Balance.__call__ keeps": "for x in step:\n    step.backward(balance(model(x).sum()))",
     "count, which warmed keeps": "for x in step:\n    loss = warmed(model(x).sum())\n    step.backward(loss)",
 }
 NOT_KEPT = {
     "state": "for x in step:\n    step.backward((shared['table'][:2] * model(x)).sum())\n"
     "shared['table'][:2] = 0.5 * shared['table'][:2] + 1\nshared['table'] = shared['table'] + 1",
+    "an object of state that is told": "for x in step:\n    loss = model(x).sum()\n"
+    "    step.backward(loss / kept.mean)\n    kept.update(loss)",
+    "an object that is told for prints": "for x in step:\n    loss = model(x).sum()\n"
+    "    step.backward(loss)\n    balance.update(loss)\nprint(balance.mean)",
     "an object of state": "for x in step:\n    step.backward(kept(model(x).sum()))",
     "a filled buffer": "for x in step:\n    buffer[:] = x\n    step.backward(model(buffer).sum())",
     "a cache": "for x in step:\n    key = int(x[0, 0])\n    if key not in cache:\n"

@@ -113,6 +113,21 @@ NAMED = {
         """,
         "the training depends on weight, which script.py:37 measures for the next pass",
     ),
+    "an average that an object is told and then asked for": (
+        """
+        class Average:
+            value = 1.0
+            def update(self, loss): self.value = 0.9 * self.value + 0.1 * loss
+            @property
+            def scale(self): return 1 / self.value
+        average = Average()
+        for x in data:
+            loss = criterion(model(x))
+            average.update(loss.item())
+            (loss * average.scale).backward()
+        """,
+        "the training depends on self.value, which Average.update keeps from call to call (script.py:34)",
+    ),
     "limits for the gradient by the norms before": (
         """
         norms = []
@@ -207,6 +222,29 @@ LEFT_ALONE = {
         for x in data:
             loss = shown(criterion(model(x)))
             loss.backward()
+        """,
+    "an object that counts for a weight of the loss": """
+        class Ramp:
+            n = 0
+            def tick(self): self.n += 1
+            def weight(self): return min(1.0, self.n / 20)
+        ramp = Ramp()
+        for x in data:
+            loss = criterion(model(x)) * ramp.weight()
+            loss.backward()
+            ramp.tick()
+        """,
+    "an object that is told the losses, and weighs by the epoch": """
+        class Meter:
+            total, weight = 0.0, 1.0
+            def update(self, loss): self.total += loss
+            def text(self): return f"{self.total}"
+        losses = Meter()
+        for x in data:
+            loss = criterion(model(x)) * losses.weight
+            loss.backward()
+            losses.update(loss.item())
+            print(losses.text(), losses.total)
         """,
     "an evaluation of which the next pass prints": """
         value = 1.0

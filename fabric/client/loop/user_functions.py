@@ -11,7 +11,7 @@ import inspect
 import linecache
 import sysconfig
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -62,8 +62,31 @@ def kept_by_calls(things: Iterable[Any], shared: Collection[int] = ()) -> str:
     return ""
 
 
-def kept_by_loop(loop: ast.stmt, values: Mapping[str, Any], shared: Collection[int] = ()) -> str:
-    """As ``kept_by_calls``, for what a loop calls and trains by. ``values``: of the names in its frame."""
+def kept_by_loop(
+    loop: ast.stmt,
+    values: Mapping[str, Any],
+    shared: Collection[int] = (),
+    fed: Callable[[ast.Call], bool] = lambda _: True,
+) -> str:
+    """As ``kept_by_calls``, for what a loop calls and trains by. ``values``: of the names in its frame.
+
+    ``fed``: whether a statement that calls a method gives it what a replica that joins has not seen.
+    """
+    for call in (
+        x.value for x in ast.walk(loop) if isinstance(x, ast.Expr) and isinstance(x.value, ast.Call)
+    ):
+        owner, _, method = dotted(call.func).rpartition(".")
+        thing = value_of(values, owner) if owner else None
+        if thing is None or id(thing) in shared or isinstance(thing, torch.nn.Module) or not fed(call):
+            continue
+        kind: Any = type(thing)
+        for own, function, node in methods_of(kind):
+            keeper = UserFunction(thing, function, node)
+            for name, line in keeper.kept().items() if own == method else ():
+                read = {owner + x for x in _given_out(kind, keeper.outer(name))}
+                if moves_training(loop, made_from(loop, read)):
+                    file = Path(function.__code__.co_filename).name
+                    return f"{name}, which {keeper} keeps from call to call ({file}:{line})"
     for name in sorted({dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)} - {""}):
         value = value_of(values, name)
         if not isinstance(value, torch.nn.Module | type) and moves_training(loop, made_from(loop, {name})):
@@ -71,6 +94,19 @@ def kept_by_loop(loop: ast.stmt, values: Mapping[str, Any], shared: Collection[i
             if kept:
                 return kept
     return ""
+
+
+def _given_out(kind: type, name: str) -> set[str]:
+    """Return an attribute, and the methods and properties whose result is made from it."""
+    made, size = {name}, 0
+    while size != len(made):
+        size = len(made)
+        for own, function, node in methods_of(kind):
+            me = UserFunction(kind, function, node).me
+            local = made_from(node, {me + x for x in made}, parts=True)
+            made |= {x.removeprefix(me) for x in local if x.startswith(f"{me}.")}
+            made |= {f".{own}"} if _gives(node, local, False) else set()
+    return made
 
 
 def value_of(values: Mapping[str, Any], name: str) -> Any:

@@ -14,7 +14,7 @@ import linecache
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from fabric.client.loop.loop_flow import (
     stores,
 )
 from fabric.client.loop.loop_source import changed_names
-from fabric.client.loop.user_functions import is_of_user, kept_by_loop, methods_of
+from fabric.client.loop.user_functions import UserFunction, functions_of, is_of_user, kept_by_loop, methods_of
 
 Loop = ast.For | ast.AsyncFor | ast.While
 _CONTAINERS = (list, dict, set, deque)
@@ -63,18 +63,22 @@ def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> st
             kept = kept_by_loop(loops[0], values, held, measured.is_fed)
             if kept:
                 return f"the training depends on {kept}"
-            text = _in_loops(tree, loops, measured.names, Path(file).name)
+            text = _in_loops(tree, loops, measured, Path(file).name)
             if text:
                 return text
         frame = frame.f_back
     return ""
 
 
-def _in_loops(tree: ast.AST, loops: list[Loop], sources: set[str], place: str) -> str:
+def _in_loops(tree: ast.AST, loops: list[Loop], measured: "_Measured", place: str) -> str:
+    sources = measured.names
     for name in sorted(sources):
         end = ends_by(loops, {name})
         if end:
             return f"the loop ends at {place}:{end} by {name}, which is measured"
+    end = ends_by(loops, set(), measured.measures)
+    if end:
+        return f"the loop ends at {place}:{end} by what it measures"
     carried: dict[str, int] = {}
     carry(loops[:1], set(), carried)
     carried |= changed_names(loops[0])
@@ -120,10 +124,10 @@ class _Measured:
             size = len(self.names)
             for node in ast.walk(loop):
                 if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-                    if node.value is not None and self._measures(node.value):
+                    if node.value is not None and self.measures(node.value):
                         self.names |= set(stores([node])) - self._counts(node.value)
                         self.names |= set(_tables(node))
-                elif isinstance(node, ast.For) and self._measures(node.iter):
+                elif isinstance(node, ast.For) and self.measures(node.iter):
                     self.names |= set(stores([node.target]))
                 elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
                     self.names |= set(self._changed(node.value, loop))
@@ -132,9 +136,9 @@ class _Measured:
 
     def is_fed(self, call: ast.Call) -> bool:
         """Whether a call gets what is measured."""
-        return any(map(self._measures, [*call.args, *(x.value for x in call.keywords)]))
+        return any(map(self.measures, [*call.args, *(x.value for x in call.keywords)]))
 
-    def _measures(self, node: ast.AST) -> bool:
+    def measures(self, node: ast.AST) -> bool:
         """Whether an expression reads a measured name, or what a model gives."""
         if isinstance(node, ast.Attribute) and node.attr == "grad":
             return True
@@ -144,14 +148,17 @@ class _Measured:
             if called(node) in MEASURES_GRADIENTS:
                 return True
             if isinstance(node.func, ast.Attribute) and called(node) in _NO_MEASURE:
-                return False
+                # ``(model(x) == y).float()`` is a figure, and ``model.float()`` is none.
+                return not self._is_model(node.func.value) and self.measures(node.func.value)
+            if any(map(_returns_figure, self._functions(node.func))):
+                return True
             if self._is_model(node.func) or any(self._is_model(x) for x in node.args):
                 return True
             if isinstance(node.func, ast.Attribute) and self._is_model(node.func.value):
                 return True
         if isinstance(node, ast.Name):
             return node.id in self.names
-        return any(self._measures(x) for x in ast.iter_child_nodes(node))
+        return any(self.measures(x) for x in ast.iter_child_nodes(node))
 
     def _counts(self, call: ast.expr) -> set[str]:
         """Return the whole numbers that a call gets: ``step = train(model, step)`` measures none."""
@@ -164,11 +171,24 @@ class _Measured:
         while isinstance(root, ast.Attribute):
             root = root.value
         given = [*call.args, *(x.value for x in call.keywords)]
-        if isinstance(root, ast.Name) and any(map(self._measures, given)):
+        if isinstance(root, ast.Name) and any(map(self.measures, given)):
             kind: Any = type(self._values.get(root.id))
             is_users = root.id != "self" and bool(methods_of(kind))
             if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
                 yield root.id
+
+    def _functions(self, node: ast.AST) -> Iterator[UserFunction]:
+        """Yield the user's function or method that an expression names."""
+        function = self._value(node)
+        if isinstance(function, FunctionType):
+            code = function.__code__
+            if found := functions_of(code.co_filename).get(code.co_firstlineno):
+                yield UserFunction(None, function, found)
+        elif isinstance(node, ast.Attribute) and (owner := self._value(node.value)) is not None:
+            kind: Any = type(owner)
+            yield from (
+                UserFunction(owner, f, found) for own, f, found in methods_of(kind) if own == node.attr
+            )
 
     def _is_model(self, node: ast.AST) -> bool:
         return isinstance(self._value(node), torch.nn.Module)
@@ -181,6 +201,19 @@ class _Measured:
             children = held._modules if isinstance(held, torch.nn.Module) else {}  # noqa: SLF001
             return getattr(held, "__dict__", {}).get(node.attr, children.get(node.attr))
         return None
+
+
+def _returns_figure(function: UserFunction) -> bool:
+    """Whether a function without the model among its arguments returns what the model gives."""
+
+    def asks(node: ast.AST) -> bool:
+        calls = [x for x in ast.walk(node) if isinstance(x, ast.Call)]
+        return any(isinstance(function.object_of(x.func), torch.nn.Module) for x in calls)
+
+    sets = [x for x in ast.walk(function.node) if isinstance(x, ast.Assign | ast.AugAssign) and asks(x.value)]
+    figures = made_from(function.node, set(stores(sets)))
+    results = [x.value for x in ast.walk(function.node) if isinstance(x, ast.Return) and x.value is not None]
+    return any(names_read(x) & figures or asks(x) for x in results)
 
 
 def _tables(node: ast.AST) -> Iterator[str]:

@@ -128,6 +128,31 @@ NAMED = {
         """,
         "the training depends on self.value, which Average.update keeps from call to call (script.py:34)",
     ),
+    "an object that judges what a function of the script measures": (
+        """
+        class Patience:
+            bad = 0
+            def is_over(self, value): return value > 3
+        patience = Patience()
+        def validate():
+            total = 0.0
+            for x in [torch.ones(2)]: total += criterion(model(x)).item()
+            return total / 2
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            if patience.is_over(validate()): break
+        """,
+        "the loop ends at script.py:42 by what it measures",
+    ),
+    "a share of right answers": (
+        """
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            right = (model(torch.ones(2)) > 0).float().mean().item()
+            if right > 0.9: break
+        """,
+        "by right, which is measured",
+    ),
     "limits for the gradient by the norms before": (
         """
         norms = []
@@ -245,6 +270,23 @@ LEFT_ALONE = {
             loss.backward()
             losses.update(loss.item())
             print(losses.text(), losses.total)
+        """,
+    "a function of the script that trains and counts": """
+        def one_pass():
+            global n
+            for x in data:
+                loss = criterion(model(x))
+                loss.backward()
+                n += 1
+            print(loss.item())
+            return n
+        def outer():
+            while True:
+                model.float()
+                if one_pass() >= 1: break
+                seen = one_pass()
+                if seen >= 1: break
+        outer()
         """,
     "an evaluation of which the next pass prints": """
         value = 1.0

@@ -1,7 +1,7 @@
 """Follows the names of a loop: those made from their own old value, and those it trains with or ends by."""
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -172,15 +172,20 @@ def sets_rate(node: ast.AST) -> bool:
     return any(x in _OF_GROUPS for x in keys) or any(getattr(x, "attr", "") == "base_lrs" for x in targets)
 
 
-def ends_by(loops: Iterable[ast.stmt], made: set[str]) -> int:
-    """Return the line of a test of these names by which one of the nested ``loops`` ends, or 0."""
+def ends_by(
+    loops: Iterable[ast.stmt], made: set[str], judges: Callable[[ast.expr], bool] = lambda _: False
+) -> int:
+    """Return the line of a test of these names by which one of the nested ``loops`` ends, or 0.
+
+    ``judges``: whether a test counts that reads none of the names.
+    """
     for loop in loops:
-        if isinstance(loop, ast.While) and names_read(loop.test) & made:
+        if isinstance(loop, ast.While) and (names_read(loop.test) & made or judges(loop.test)):
             return loop.lineno
         for node, is_own in inside(loop):
             if (
                 not isinstance(node, ast.If)
-                or not names_read(node.test) & made
+                or not (names_read(node.test) & made or judges(node.test))
                 or _asks_for_health(node.test)
             ):
                 continue

@@ -35,6 +35,7 @@ from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
 from fabric.client.loop.session import Session
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
+from fabric.client.loop.shutdown import refuse_second_training
 from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.unshared_objects import UNSHARED, AverageWatch, UnsharedWatch
 from fabric.client.process.crash_marker import CrashMarker
@@ -188,6 +189,7 @@ def _attach(
     if chosen.disable:
         replicas = parse_replicas(chosen.replicas)[1]
         return SoloSession(trained, objects, chosen.on_nan, replicas, group, choices.step, layout)
+    refuse_second_training(chosen)
     check_serialisable(objects)
     averaged = ForwardBuffers(model, buffers)
     process = claim_identity(chosen, group)

@@ -17,8 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from fabric.client.loop.loop_flow import assignments, called, dotted, made_from, names_read, sets_rate
-from fabric.client.loop.user_functions import UserFunction, functions_in, spread, value_of
+from fabric.client.loop.loop_flow import (
+    GROWS,
+    assignments,
+    called,
+    dotted,
+    gradient_sources,
+    made_from,
+    names_read,
+    sets_rate,
+)
+from fabric.client.loop.user_functions import UserFunction, functions_in, spread, steers_forward, value_of
 
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_for_metrics"),
@@ -58,7 +67,10 @@ def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
     for symbol, (keeper, line) in (_kept(running) | measured).items():
         if symbol not in saved:
             made, every = (spread(x, symbol, _gives) for x in (running, methods))
-            user = next((x for x in running if _makes_loss(x, x.made(made), hooks.losses)), None)
+            module = next((x for x in things if symbol.partition(".")[0] == str(id(x))), None)
+            steered = isinstance(module, torch.nn.Module) and steers_forward(module, symbol.partition(".")[2])
+            user = keeper if steered and type(module).__module__.startswith("torch.") else None
+            user = user or next((x for x in running if _makes_loss(x, x.made(made), hooks.losses)), None)
             user = user or next((x for x in methods if _steers(x, x.made(every), hooks.stops)), None)
             if user is not None:
                 name = symbol.partition(".")[2]
@@ -192,7 +204,7 @@ def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
     for method in methods:
         branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
         conditional = {id(y) for x in branches for y in ast.walk(x)}
-        for name, line in _generators(method):
+        for name, line in [*_generators(method), *_grown(method)]:
             kept.setdefault(method.symbols[name], (method, line))
         for statement, stored, value in assignments(method.node):
             old = method.shared(names_read(value) | _tables(statement, method))
@@ -228,6 +240,13 @@ def _tables(statement: ast.AST, method: UserFunction) -> set[str]:
     return {x for x in names if isinstance(value_of(method.values, x), torch.Tensor | np.ndarray)}
 
 
+def _grown(method: UserFunction) -> Iterator[tuple[str, int]]:
+    """Yield the names of lists of objects to which a method appends, and the line."""
+    for x in ast.walk(method.node):
+        if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in GROWS:
+            yield from [(dotted(x.func.value), x.lineno)] if method.shared([dotted(x.func.value)]) else []
+
+
 def _is_set(node: ast.Attribute, names: Collection[str]) -> bool:
     return node.attr in names and isinstance(node.ctx, ast.Store)
 
@@ -246,7 +265,10 @@ def _gives(method: UserFunction, made: set[str]) -> bool:
 
 
 def _makes_loss(method: UserFunction, made: set[str], losses: Collection[str]) -> bool:
-    """Whether a loss is made from one of these names."""
-    calls = [x for x in ast.walk(method.node) if isinstance(x, ast.Call)]
-    values = [y for x in calls if getattr(x.func, "attr", "") in _BACKWARDS for y in x.args]
+    """Whether a loss or a gradient is made from one of these names."""
+    values: list[ast.expr] = []
+    for x in ast.walk(method.node):
+        values += gradient_sources(x)
+        if isinstance(x, ast.Call) and getattr(x.func, "attr", "") in _BACKWARDS:
+            values += x.args
     return any(names_read(x) & made for x in values) or (method.name in losses and _gives(method, made))

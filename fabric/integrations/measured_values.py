@@ -12,22 +12,34 @@ import ast
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
 
 from fabric.client.loop.loop_flow import (
+    MEASURES_GRADIENTS,
     called,
     carry,
     dotted,
     ends_by,
+    kept_weights,
     made_from,
     moves_training,
     names_read,
     stores,
 )
-from fabric.client.loop.user_functions import kept_by_loop, loops_around, methods_of, tree_of, value_of
+from fabric.client.loop.loop_source import changed_names
+from fabric.client.loop.user_functions import (
+    UserFunction,
+    callee,
+    functions_in,
+    kept_by_loop,
+    loops_around,
+    methods_of,
+    tree_of,
+    value_of,
+)
 
 Loop = ast.For | ast.AsyncFor | ast.While
 _CONTAINERS = (list, dict, set, deque)
@@ -47,22 +59,28 @@ def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> st
     held = {id(x) for x in shared}
     for inner, loops in loops_around(frame):
         values, place = {**inner.f_globals, **inner.f_locals}, Path(inner.f_code.co_filename).name
-        kept = kept_by_loop(loops[0], values, held)
+        measured = _Measured(loops[0], values)
+        kept = kept_by_loop(loops[0], values, held, measured.is_fed)
         if kept:
             return f"the training depends on {kept}"
-        text = _in_loops(tree_of(inner), loops, _Measured(loops[0], values).names, place)
+        text = _in_loops(tree_of(inner), loops, measured, place)
         if text:
             return text
     return ""
 
 
-def _in_loops(tree: ast.AST | None, loops: list[Loop], sources: set[str], place: str) -> str:
+def _in_loops(tree: ast.AST | None, loops: list[Loop], measured: "_Measured", place: str) -> str:
+    sources = measured.names
     for name in sorted(sources):
         end = ends_by(loops, {name})
         if end:
             return f"the loop ends at {place}:{end} by {name}, which is measured"
+    end = ends_by(loops, set(), measured.measures)
+    if end:
+        return f"the loop ends at {place}:{end} by what it measures"
     carried: dict[str, int] = {}
     carry(loops[:1], set(), carried)
+    carried |= changed_names(loops[0])
     for name, at in carried.items():
         if name in sources and moves_training(loops[0], made_from(loops[0], {name})):
             return f"the training depends on {name}, which {place}:{at} carries from what is measured"
@@ -70,9 +88,8 @@ def _in_loops(tree: ast.AST | None, loops: list[Loop], sources: set[str], place:
         at = _trains_by_past(loops, name)
         if at:
             return f"the training depends on {name}, which {place}:{at} measures for the next pass"
-    for name, at in _kept_weights(loops[0], sources):
-        if tree is not None and name in _loaded(tree):
-            return f"{name} at {place}:{at} keeps the weights that measure best"
+    for name, at in kept_weights(tree, loops[0], sources) if tree is not None else ():
+        return f"{name} at {place}:{at} keeps the weights that measure best"
     return ""
 
 
@@ -95,23 +112,6 @@ def _trains_by_past(loops: list[Loop], name: str) -> int:
     return 0
 
 
-def _kept_weights(loop: ast.stmt, sources: set[str]) -> Iterator[tuple[str, int]]:
-    """Yield the names that get a copy of weights under a test of what is measured, with the line."""
-    for test in ast.walk(loop):
-        if isinstance(test, ast.If) and names_read(test.test) & sources:
-            for node in (y for part in test.body for y in ast.walk(part)):
-                if isinstance(node, ast.Assign) and any(
-                    isinstance(x, ast.Call) and called(x) == "state_dict" for x in ast.walk(node.value)
-                ):
-                    yield from ((name, node.lineno) for name in stores([node]))
-
-
-def _loaded(tree: ast.AST) -> set[str]:
-    """Return the names that the script gives to ``load_state_dict``."""
-    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and called(x) == "load_state_dict"]
-    return {name for call in calls for x in call.args for name in names_read(x)}
-
-
 class _Measured:
     """``names``: those in ``loop`` that a call of a model, or a call with a model, gives or changes."""
 
@@ -123,29 +123,41 @@ class _Measured:
             size = len(self.names)
             for node in ast.walk(loop):
                 if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-                    if node.value is not None and self._measures(node.value):
+                    if node.value is not None and self.measures(node.value):
                         self.names |= set(stores([node])) - self._counts(node.value)
-                elif isinstance(node, ast.For) and self._measures(node.iter):
+                        self.names |= set(_tables(node))
+                elif isinstance(node, ast.For) and self.measures(node.iter):
                     self.names |= set(stores([node.target]))
                 elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
                     self.names |= set(self._changed(node.value, loop))
             self.names = made_from(loop, self.names, conditions=True) if self.names else set()
         self.names -= {name for name, x in values.items() if isinstance(x, torch.nn.Module)}
 
-    def _measures(self, node: ast.AST) -> bool:
+    def is_fed(self, call: ast.Call) -> bool:
+        """Whether a call gets what is measured."""
+        return any(map(self.measures, [*call.args, *(x.value for x in call.keywords)]))
+
+    def measures(self, node: ast.AST) -> bool:
         """Whether an expression reads a measured name, or what a model gives."""
+        if isinstance(node, ast.Attribute) and node.attr == "grad":
+            return True
         if isinstance(node, ast.Call):
             if called(node) == "len":
                 return False
+            if called(node) in MEASURES_GRADIENTS:
+                return True
             if isinstance(node.func, ast.Attribute) and called(node) in _NO_MEASURE:
-                return False
+                # ``(model(x) == y).float()`` is a figure, and ``model.float()`` is none.
+                return not self._is_model(node.func.value) and self.measures(node.func.value)
+            if any(map(_returns_figure, self._functions(node.func))):
+                return True
             if self._is_model(node.func) or any(self._is_model(x) for x in node.args):
                 return True
             if isinstance(node.func, ast.Attribute) and self._is_model(node.func.value):
                 return True
         if isinstance(node, ast.Name):
             return node.id in self.names
-        return any(self._measures(x) for x in ast.iter_child_nodes(node))
+        return any(self.measures(x) for x in ast.iter_child_nodes(node))
 
     def _counts(self, call: ast.expr) -> set[str]:
         """Return the whole numbers that a call gets: ``step = train(model, step)`` measures none."""
@@ -158,14 +170,41 @@ class _Measured:
         while isinstance(root, ast.Attribute):
             root = root.value
         given = [*call.args, *(x.value for x in call.keywords)]
-        if isinstance(root, ast.Name) and any(map(self._measures, given)):
+        if isinstance(root, ast.Name) and any(map(self.measures, given)):
             kind: Any = type(self._values.get(root.id))
             is_users = root.id != "self" and bool(methods_of(kind))
             if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
                 yield root.id
 
+    def _functions(self, node: ast.expr) -> list[UserFunction]:
+        """Return the user's function or method that an expression names."""
+        function = callee(self._values, dotted(node))
+        if isinstance(function, MethodType):
+            return [x for x in functions_in(function.__self__) if x.name == function.__func__.__name__]
+        return functions_in(function) if isinstance(function, FunctionType) else []
+
     def _is_model(self, node: ast.expr) -> bool:
         return isinstance(value_of(self._values, dotted(node)), torch.nn.Module)
+
+
+def _returns_figure(function: UserFunction) -> bool:
+    """Whether a function without the model among its arguments returns what the model gives."""
+
+    def asks(node: ast.AST) -> bool:
+        calls = [x for x in ast.walk(node) if isinstance(x, ast.Call)]
+        return any(isinstance(value_of(function.values, dotted(x.func)), torch.nn.Module) for x in calls)
+
+    sets = [x for x in ast.walk(function.node) if isinstance(x, ast.Assign | ast.AugAssign) and asks(x.value)]
+    figures = made_from(function.node, set(stores(sets)))
+    results = [x.value for x in ast.walk(function.node) if isinstance(x, ast.Return) and x.value is not None]
+    return any(names_read(x) & figures or asks(x) for x in results)
+
+
+def _tables(node: ast.AST) -> Iterator[str]:
+    """Yield the names of tables into which an assignment puts a value under a key that varies."""
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        if isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant):
+            yield from [dotted(target.value)] if dotted(target.value) else []
 
 
 def _is_list(name: str, loop: ast.stmt) -> bool:

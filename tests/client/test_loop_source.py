@@ -205,6 +205,15 @@ CARRIED = {
     "a scaled loss": "for x in step:\n    step.backward(scaler.scale(f(x) * it))\nit += 1",
     "a weight": "for x in step:\n    step.backward(f(x), weight=n)\nn += 1",
     "a hidden state": "for x in step:\n    y, hidden = net(x, hidden)\n    step.backward(y)",
+    "a limit for the gradient": TRAIN + "it += 1\nclip_grad_norm_(model.parameters(), 1 / it)",
+    "a named limit for the gradient": TRAIN + "it += 1\nclip_grad_value_(model.parameters(), clip_value=it)",
+    "a gradient that is set": TRAIN + "it += 1\nfor p in group:\n    p.grad = p.grad * it",
+    "a gradient that is changed in place": TRAIN
+    + "it += 1\nfor p in group:\n    p.grad.data.add_(p, alpha=it)",
+    "a gradient that is multiplied": TRAIN + "it += 1\nfor p in group:\n    p.grad *= it",
+    "a rate under a test of the best": TRAIN + "v = judge()\nif v < best:\n    best = v\nelse:\n"
+    "    for group in optimizer.param_groups:\n        group['lr'] *= 0.5",
+    "weights that are loaded under a test": TRAIN + "it += 1\nif it > 9:\n    model.load_state_dict(first)",
     "a learning rate": TRAIN + "it += 1\nfor group in optimizer.param_groups:\n    group['lr'] = 1 / it",
 }
 NOT_CARRIED = {
@@ -217,6 +226,11 @@ NOT_CARRIED = {
     "a count from a step's number": "it = step.number\nbeta = g(it)\nit += 1\n" + TRAIN,
     "a sum of metrics": TRAIN + "seen = seen + step.metrics['tokens']\nbeta = g(seen)",
     "a fresh value in both branches": "if a:\n    b = 1\nelse:\n    b = 2\nb += 1\nbeta = b\n" + TRAIN,
+    "a gradient of the job": TRAIN + "for p in group:\n    p.grad = p.grad * 2\n    p.grad.mul_(2)\n"
+    "    p.grad *= 2\nmodel.weight.grad += 1",
+    "a norm that is averaged for prints": TRAIN + "norm = clip_grad_norm_(model.parameters(), 1.0)\n"
+    "mean = 0.9 * mean + 0.1 * norm\nif norm > top:\n    top = norm\nprint(mean, top)",
+    "a bound of the step's own value": "beta = g()\n" + TRAIN + "if beta > 1:\n    beta = 1",
     "a function": TRAIN + "def count(it):\n    it += 1",
     "a place": "for x in step:\n    w = w.to(x.device).float()\n    step.backward(f(x, w))",
     "set in a try": "for x in step:\n    try:\n        y = f(x)\n    except OSError:\n        continue\n"
@@ -419,6 +433,8 @@ class Balance:
     def __call__(self, loss):
         self.mean = 0.9 * self.mean + 0.1 * loss.item()
         return loss / self.mean
+    def update(self, loss):
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
     def timed(self, loss):
         self.calls += 1
         return loss
@@ -431,6 +447,14 @@ def warmed(loss):
     count += 1
     return loss * min(1, count / 20)
 table, bank, replay, cache, grown = torch.ones(4), torch.ones(4, 2), [], {}, []
+class Scaled(torch.nn.Module):
+    factor, shown = 1.0, 0
+    def forward(self, x): return self.scaled(x)
+    def scaled(self, x): return x * self.factor
+    def extra_repr(self): return str(self.shown)
+norms, slow, best, kept_weights = [], None, 9.0, None
+groups = [{'lr': 1.0}]
+drop, scaled = torch.nn.Dropout(0.5), Scaled()
 buffer, figures, shared = torch.zeros(2, 2), {"loss": 0.0}, {"table": torch.ones(4)}
 numbers, more = itertools.cycle([1.0, 2.0]), torch.utils.data.DataLoader([torch.ones(2)])
 reading = iter(more)
@@ -449,12 +473,29 @@ KEPT = {
     "    except StopIteration:\n        u = model(x)\n    step.backward(model(u).sum())",
     "i \\(": "for i, x in enumerate(step):\n    step.backward(model(x).sum() / (1 + i))",
     "u \\(": "for x, u in zip(step, more):\n    step.backward(model(x).sum() + model(u).sum())",
+    "norms, which": "for x in step:\n    step.backward(model(x).sum())\n"
+    "norms.append(float(model.weight.grad.norm()))\n"
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), sum(norms) / len(norms))",
+    "slow, which": "for x in step:\n    step.backward(model(x).sum())\n"
+    "if slow is None:\n    slow = {n: p.grad.clone() for n, p in model.named_parameters()}\n"
+    "for n, p in model.named_parameters():\n    slow[n] = 0.9 * slow[n] + p.grad\n    p.grad = slow[n] * 1",
+    "drop.p, which": "for x in step:\n    step.backward(model(drop(x)).sum())\ndrop.p *= 0.9",
+    "scaled.factor, which": "for x in step:\n    step.backward(scaled(model(x)).sum())\n"
+    "scaled.factor = scaled.factor * 0.9",
+    "best, which": "for x in step:\n    step.backward(model(x).sum())\nvalue = model.weight.sum().item()\n"
+    "if value > best: groups[0]['lr'] *= 0.5\nbest = min(best, value)",
+    "self.mean, which Balance.update keeps": "for x in step:\n    loss = model(x).sum()\n"
+    "    step.backward(loss / balance.mean)\n    balance.update(loss)",
     "self.mean, which Balance.__call__ keeps": "for x in step:\n    step.backward(balance(model(x).sum()))",
     "count, which warmed keeps": "for x in step:\n    loss = warmed(model(x).sum())\n    step.backward(loss)",
 }
 NOT_KEPT = {
     "state": "for x in step:\n    step.backward((shared['table'][:2] * model(x)).sum())\n"
     "shared['table'][:2] = 0.5 * shared['table'][:2] + 1\nshared['table'] = shared['table'] + 1",
+    "an object of state that is told": "for x in step:\n    loss = model(x).sum()\n"
+    "    step.backward(loss / kept.mean)\n    kept.update(loss)",
+    "an object that is told for prints": "for x in step:\n    loss = model(x).sum()\n"
+    "    step.backward(loss)\n    balance.update(loss)\nprint(balance.mean)",
     "an object of state": "for x in step:\n    step.backward(kept(model(x).sum()))",
     "a filled buffer": "for x in step:\n    buffer[:] = x\n    step.backward(model(buffer).sum())",
     "a cache": "for x in step:\n    key = int(x[0, 0])\n    if key not in cache:\n"
@@ -473,6 +514,10 @@ NOT_KEPT = {
     "    step.backward(model(x).sum() + model(u).sum())",
     "an index that is printed": "for i, x in enumerate(step):\n"
     "    step.backward(model(x).sum())\n    print(i)",
+    "an attribute that forward does not read": "for x in step:\n"
+    "    step.backward(scaled(model(x)).sum())\nscaled.shown += 1",
+    "a rate of dropout by the step": "drop.p = 0.5 * 0.9**step.number\n"
+    "for x in step:\n    step.backward(model(drop(x)).sum())",
     "a count of calls": "for x in step:\n    step.backward(balance.timed(model(x).sum()))",
     "a parameter": "for x in step:\n    step.backward(model(x).sum())\n"
     "with torch.no_grad():\n    model.weight[0] = model.weight[0] * 0.9",
@@ -496,6 +541,16 @@ def run_steps(monkeypatch, tmp_path, body):
 def test_the_first_call_refuses_what_a_loop_keeps_to_train_by(monkeypatch, tmp_path, sentence, body):
     with pytest.raises(ConfigError, match=f"the training (depends on|reads) {sentence}.*script.py:"):
         run_steps(monkeypatch, tmp_path, body)
+
+
+def test_the_first_call_refuses_best_weights_that_the_loop_keeps(monkeypatch, tmp_path):
+    body = "for x in step:\n    step.backward(model(x).sum())\nvalue = model.weight.sum().item()\n"
+    body += "if value < best: best, kept_weights = value, dict(model.state_dict())\n"
+    run_steps(monkeypatch, tmp_path, body)
+    with pytest.raises(
+        ConfigError, match=r"kept_weights at script.py:\d+ keeps weights by best, and a replica"
+    ):
+        run_steps(monkeypatch, tmp_path, body + "if step.number == 1: model.load_state_dict(kept_weights)")
 
 
 @pytest.mark.parametrize("body", NOT_KEPT.values(), ids=NOT_KEPT)

@@ -8,9 +8,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from forked_processes import run_with_torch
 
-from fabric.client.loop import start
+from fabric.client.attach import attach
+from fabric.client.loop import shutdown, start
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim, claim_above
 from fabric.model import DataPlan
 from fabric.runtime.config import Settings
@@ -113,3 +115,26 @@ def test_a_script_without_a_main_guard_is_told_of_it_by_its_worker(tmp_path, met
     )
     assert done.stdout == "worker ended with 1\n"
     assert 'put the training of the script below `if __name__ == "__main__":`' in done.stderr
+
+
+def test_a_second_training_of_one_process_in_an_ended_job_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(shutdown, "_ended", set())
+    parts = SimpleNamespace(
+        handle=SimpleNamespace(finish=lambda *_: None, close=lambda: None),
+        journal=SimpleNamespace(close=lambda: None),
+    )
+    named = {"job": "folds", "lighthouse": ("http://127.0.0.1:9",)}
+    ended = SimpleNamespace(
+        _debug_endpoint=SimpleNamespace(close=lambda: None),
+        _settings=SimpleNamespace(orphan_s=1.0, **named),
+        _unheard=None,
+        _parts=parts,
+        _watch_no_more=lambda: None,
+    )
+    shutdown.Shutdown.end(ended, finished=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SystemExit) as end:
+        attach(model, optimizer, replica="r0", replicas="1", **named)
+    assert end.value.code == 1
+    assert "trains a second time in job folds, which has ended" in capsys.readouterr().err

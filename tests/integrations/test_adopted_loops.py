@@ -526,6 +526,30 @@ def test_a_loop_goes_over_the_jobs_steps_without_computing_them(adopt, capsys):
     assert "the job is at step 9, and the script's loop goes over 9 steps without computing them" in err
 
 
+def test_the_script_may_read_and_change_the_gradient_of_a_step_that_its_loop_goes_over(adopt):
+    norms, moved = [], []
+
+    def script():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loader = DataLoader(TensorDataset(torch.randn(32, 2)), batch_size=2, shuffle=True)
+        for _ in range(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).pow(2).mean().backward()
+                torch.nn.utils.clip_grad_value_(model.parameters(), 100.0)
+                norms.append(float(sum(p.grad.norm() for p in model.parameters())))
+                model.weight.grad.add_(1.0)
+                before = model.weight.detach().clone()
+                optimizer.step()
+                moved.append(bool((model.weight != before).any()))
+
+    session = adopt(script, ScriptedSession([9, 10], replayed=2))
+    assert [number for number, _ in session.made] == [9, *range(10, 16)]
+    assert norms[:9] == [0.0] * 9
+    assert [n for n, has_moved in enumerate(moved) if has_moved] == list(range(9, 16))
+
+
 def test_a_loop_that_is_ahead_of_the_job_starts_again(adopt):
     def script():
         model, optimizer = make()
@@ -555,6 +579,23 @@ def test_a_file_of_this_job_says_at_which_step_the_loop_goes_on(adopt, tmp_path)
     again = ScriptedSession()
     again.at = 4
     assert [n for n, _ in adopt(script, again).made] == [4, 5, 6, 7]
+
+
+def test_a_script_that_finds_its_last_file_ends_as_without_fabric(adopt, tmp_path, capsys):
+    path = tmp_path / "snapshot.pt"
+
+    def script():
+        model, optimizer = make()
+        done = torch.load(path)["epoch"] if path.exists() else 0
+        for epoch in range(done, 1):
+            for (x,) in data():
+                model(x).sum().backward()
+                optimizer.step()
+            torch.save({"epoch": epoch + 1}, path)
+
+    assert [n for n, _ in adopt(script).made] == [0, 1, 2, 3]
+    assert adopt(script).made == []
+    assert "has loaded its file of step 4 and has ended without a further step" in capsys.readouterr().err
 
 
 def test_a_replica_that_does_not_write_leaves_the_file_alone(adopt, tmp_path):

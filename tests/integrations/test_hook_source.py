@@ -5,6 +5,7 @@ import textwrap
 from types import ModuleType
 
 import pytest
+import torch
 
 from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
 
@@ -151,6 +152,61 @@ REFUSED = {
         """,
         "Trainer.compute_loss uses noise",
     ),
+    "a limit for the gradient by a list of norms": (
+        """
+        import torch
+        class Count(Thing):
+            def __init__(self): self.norms = []
+            def on_step_end(self, model=None):
+                self.norms.append(1.0)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), sum(self.norms))
+        class Trainer(Thing): pass
+        """,
+        "Count.on_step_end uses norms, which Count.on_step_end (script.py:12) makes from its own old value",
+    ),
+    "noise on the gradient by a generator of its own": (
+        """
+        import torch
+        class Count(Thing):
+            def __init__(self): self.noise = torch.Generator()
+            def on_step_end(self, model=None):
+                for p in model: p.grad.add_(torch.randn(3, generator=self.noise))
+        class Trainer(Thing): pass
+        """,
+        "Count.on_step_end uses noise",
+    ),
+    "a slow average of the gradient": (
+        """
+        class Count(Thing):
+            slow = 0.0
+            def on_step_end(self, model=None):
+                self.slow = 0.9 * self.slow + model.grad
+                model.grad = self.slow * 1
+        class Trainer(Thing): pass
+        """,
+        "Count.on_step_end uses slow",
+    ),
+    "a list of losses": (
+        """
+        class Count(Thing): pass
+        class Trainer(Thing):
+            def __init__(self): self.losses = []
+            def compute_loss(self):
+                self.losses.append(out.loss)
+                return out.loss / sum(self.losses)
+        """,
+        "Trainer.compute_loss uses losses",
+    ),
+    "a rate of dropout": (
+        """
+        import torch
+        drop = torch.nn.Dropout(0.1)
+        class Count(Thing):
+            def on_step_end(self, model=None): drop.p = drop.p * 0.9
+        class Trainer(Thing): pass
+        """,
+        "Count.on_step_end uses p",
+    ),
     "a learning rate that a callback halves": (
         """
         class Count(Thing):
@@ -279,6 +335,18 @@ ACCEPTED = {
                 self.encode()
                 return self.hidden
         """,
+    "a list that is printed, and noise of torch's own generator": """
+        import torch
+        class Count(Thing):
+            def __init__(self): self.losses = []
+            def on_step_end(self, model=None):
+                self.losses.append(out.loss)
+                print(sum(self.losses))
+                for p in model: p.grad.add_(torch.randn_like(p.grad))
+                model.clip_gradients(p, gradient_clip_val=1.0)
+        class Trainer(Thing):
+            def compute_loss(self): return out.loss
+        """,
     "a value beside the loss": """
         class Count(Thing): pass
         class Trainer(Thing):
@@ -302,7 +370,8 @@ def found(tmp_path, monkeypatch):
         names = {"__name__": "script"}
         exec(compile(path.read_text(), str(path), "exec"), names)
         hooks = Hooks(RUNNING, ("on_evaluate",), ("compute_loss",), ("state",), {"trainer": names["trainer"]})
-        return find([names["count"], names["trainer"]], hooks)
+        things = [x for x in names.values() if isinstance(x, torch.nn.Module)]
+        return find([names["count"], names["trainer"], *things], hooks)
 
     return search
 

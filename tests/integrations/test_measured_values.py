@@ -113,6 +113,102 @@ NAMED = {
         """,
         "the training depends on weight, which script.py:37 measures for the next pass",
     ),
+    "an average that an object is told and then asked for": (
+        """
+        class Average:
+            value = 1.0
+            def update(self, loss): self.value = 0.9 * self.value + 0.1 * loss
+            @property
+            def scale(self): return 1 / self.value
+        average = Average()
+        for x in data:
+            loss = criterion(model(x))
+            average.update(loss.item())
+            (loss * average.scale).backward()
+        """,
+        "the training depends on self.value, which Average.update keeps from call to call (script.py:34)",
+    ),
+    "an object that judges what a function of the script measures": (
+        """
+        class Patience:
+            bad = 0
+            def is_over(self, value): return value > 3
+        patience = Patience()
+        def validate():
+            total = 0.0
+            for x in [torch.ones(2)]: total += criterion(model(x)).item()
+            return total / 2
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            if patience.is_over(validate()): break
+        """,
+        "the loop ends at script.py:42 by what it measures",
+    ),
+    "a share of right answers": (
+        """
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            right = (model(torch.ones(2)) > 0).float().mean().item()
+            if right > 0.9: break
+        """,
+        "by right, which is measured",
+    ),
+    "limits for the gradient by the norms before": (
+        """
+        norms = []
+        for x in data:
+            criterion(model(x)).backward()
+            norm = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5
+            norms.append(norm.item())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), sum(norms) / len(norms))
+        """,
+        "the training depends on norms, which script.py:36 carries from what is measured",
+    ),
+    "a limit by the norm that clipping gives": (
+        """
+        limit = 1.0
+        for x in data:
+            criterion(model(x)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            limit = 0.9 * limit + 0.1 * float(norm)
+        """,
+        "the training depends on limit, which script.py:36 carries from what is measured",
+    ),
+    "a slow average of the gradients": (
+        """
+        slow = {}
+        for x in data:
+            criterion(model(x)).backward()
+            for k, p in model.named_parameters():
+                slow[k] = slow[k] * 0.9 + p.grad if k in slow else p.grad.clone()
+                p.grad.add_(slow[k])
+        """,
+        "the training depends on slow, which script.py:36 carries from what is measured",
+    ),
+    "a rate that falls when an evaluation is worse": (
+        """
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            value = evaluate(model, data)
+            if value > best: optimizer.param_groups[0]["lr"] *= 0.5
+            best = min(best, value)
+        """,
+        "the training depends on best, which script.py:37 carries from what is measured",
+    ),
+    "a way back to the best file": (
+        """
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            value = evaluate(model, data)
+            if value < best:
+                best = value
+                torch.save(model.state_dict(), "/dev/null")
+            else:
+                model.load_state_dict(torch.load("/dev/null"))
+        """,
+        "the training depends on best, which script.py:35 carries from what is measured",
+    ),
     "averages that an object keeps of the losses": (
         """
         class Balance:
@@ -151,6 +247,46 @@ LEFT_ALONE = {
         for x in data:
             loss = shown(criterion(model(x)))
             loss.backward()
+        """,
+    "an object that counts for a weight of the loss": """
+        class Ramp:
+            n = 0
+            def tick(self): self.n += 1
+            def weight(self): return min(1.0, self.n / 20)
+        ramp = Ramp()
+        for x in data:
+            loss = criterion(model(x)) * ramp.weight()
+            loss.backward()
+            ramp.tick()
+        """,
+    "an object that is told the losses, and weighs by the epoch": """
+        class Meter:
+            total, weight = 0.0, 1.0
+            def update(self, loss): self.total += loss
+            def text(self): return f"{self.total}"
+        losses = Meter()
+        for x in data:
+            loss = criterion(model(x)) * losses.weight
+            loss.backward()
+            losses.update(loss.item())
+            print(losses.text(), losses.total)
+        """,
+    "a function of the script that trains and counts": """
+        def one_pass():
+            global n
+            for x in data:
+                loss = criterion(model(x))
+                loss.backward()
+                n += 1
+            print(loss.item())
+            return n
+        def outer():
+            while True:
+                model.float()
+                if one_pass() >= 1: break
+                seen = one_pass()
+                if seen >= 1: break
+        outer()
         """,
     "an evaluation of which the next pass prints": """
         value = 1.0
@@ -229,6 +365,26 @@ LEFT_ALONE = {
                 loss, step = one(model, step)
                 if step >= 2: break
         outer()
+        """,
+    "norms for prints, and limits by the epoch": """
+        norms, top = [], 0.0
+        limit = 1.0
+        for epoch in range(1):
+            for x in data:
+                criterion(model(x)).backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+                for p in model.parameters(): p.grad.mul_(limit)
+                norms.append(norm.item())
+                if norm > top: top = norm
+            limit *= 0.5
+            print(sum(norms), top)
+        """,
+    "a rate by the epoch": """
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            n += 1
+            if n > 3: optimizer.param_groups[0]["lr"] *= 0.5
         """,
     "a count and a norm": """
         while n < 1:

@@ -1,7 +1,7 @@
 """Follows the names of a loop: those made from their own old value, and those it trains with or ends by."""
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -12,6 +12,9 @@ _CONVERTS = {"to", "cuda", "cpu", "float", "half", "double", "bfloat16"}
 _CONVERTS |= {"contiguous", "detach", "train", "eval"}
 _OF_GROUPS = {"lr", "momentum", "weight_decay", "betas", "eps"}
 GROWS = {"append", "appendleft", "extend", "extendleft", "insert"}
+_CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"}
+MEASURES_GRADIENTS = {*_CLIPS, "get_total_norm"}
+_ORDERS = ast.Lt | ast.LtE | ast.Gt | ast.GtE
 _OF_HEALTH = {"isnan", "isinf", "isfinite"}  # a loop that ends by such a test ends with its job
 
 
@@ -24,6 +27,8 @@ def carry(statements: Iterable[ast.stmt], fresh: set[str], carried: dict[str, in
         if isinstance(node, SCOPES):
             continue
         if isinstance(node, ast.If):
+            for name in (_compared(node.test) & set(stores([*node.body, *node.orelse]))) - fresh:
+                carried.setdefault(name, node.lineno)  # ``if value < best: best = value``
             fresh = carry(node.body, fresh, carried) | carry(node.orelse, fresh, carried)
         elif isinstance(node, LOOPS):
             inner = set(stores([node.target])) if not isinstance(node, ast.While) else set()
@@ -41,9 +46,17 @@ def carry(statements: Iterable[ast.stmt], fresh: set[str], carried: dict[str, in
             stored = set(stores([node]))
             old = stored if isinstance(node, ast.AugAssign) else stored & names_read(node)
             for name in old - fresh:
-                carried.setdefault(name, node.lineno)
+                root, *path = name.split(".")
+                if "grad" not in path and (not path or root not in fresh):  # gradients are those of the job
+                    carried.setdefault(name, node.lineno)
             fresh |= stored - old
     return fresh
+
+
+def _compared(test: ast.expr) -> set[str]:
+    """Return the names that a test compares by size."""
+    compares = [x for x in ast.walk(test) if isinstance(x, ast.Compare)]
+    return {y for x in compares if any(isinstance(op, _ORDERS) for op in x.ops) for y in names_read(x)}
 
 
 def _is_converted(node: ast.stmt) -> bool:
@@ -106,13 +119,62 @@ def assignments(node: ast.AST) -> Iterator[tuple[ast.AST, set[str], ast.expr]]:
 
 
 def moves_training(loop: ast.AST, made: set[str]) -> bool:
-    """Return whether a backward or a value of the optimizer's groups in the loop reads one of the names."""
+    """Return whether the loop trains by one of the names.
+
+    A loss, a gradient, a limit for the gradient or a value of the optimizer's groups is made from it, or a
+    test of it sets such a value or loads weights.
+    """
     for node in ast.walk(loop):
         if isinstance(node, ast.Call) and called(node) == "backward" and names_read(node) & made:
             return True
         if isinstance(node, ast.Assign | ast.AugAssign) and names_read(node.value) & made and sets_rate(node):
             return True
+        if any(names_read(x) & made for x in gradient_sources(node)):
+            return True
+        is_tested = isinstance(node, ast.If) and names_read(node.test) & made
+        if is_tested and any(sets_rate(x) or loads_weights(x) for x in ast.walk(node)):
+            return True
     return False
+
+
+def gradient_sources(node: ast.AST) -> list[ast.expr]:
+    """Return what a node writes into a ``.grad``, or by what it limits gradients."""
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [node.value] if any(map(_in_gradient, targets)) else []
+    if not isinstance(node, ast.Call):
+        return []
+    given = [*node.args, *(x.value for x in node.keywords)]
+    if called(node) in _CLIPS:
+        return given[1:]  # the first are the parameters
+    is_in_place = called(node).endswith("_") and isinstance(node.func, ast.Attribute)
+    return given if is_in_place and _in_gradient(node.func) else []
+
+
+def _in_gradient(node: ast.expr) -> bool:
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        if isinstance(node, ast.Attribute) and node.attr == "grad":
+            return True
+        node = node.value
+    return False
+
+
+def loads_weights(node: ast.AST) -> bool:
+    """Return whether a node calls ``load_state_dict``."""
+    return isinstance(node, ast.Call) and called(node) == "load_state_dict"
+
+
+def kept_weights(tree: ast.AST, loop: ast.stmt, names: set[str]) -> Iterator[tuple[str, int]]:
+    """Yield the names that get a copy of weights under a test of ``names``, and that the script loads."""
+    loads = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and loads_weights(x)]
+    loaded = {name for call in loads for x in call.args for name in names_read(x)}
+    for test in ast.walk(loop):
+        if isinstance(test, ast.If) and names_read(test.test) & names:
+            for node in (y for part in test.body for y in ast.walk(part)):
+                if isinstance(node, ast.Assign) and any(
+                    isinstance(x, ast.Call) and called(x) == "state_dict" for x in ast.walk(node.value)
+                ):
+                    yield from ((name, node.lineno) for name in stores([node]) if name in loaded)
 
 
 def sets_rate(node: ast.AST) -> bool:
@@ -124,15 +186,20 @@ def sets_rate(node: ast.AST) -> bool:
     return any(x in _OF_GROUPS for x in keys) or any(getattr(x, "attr", "") == "base_lrs" for x in targets)
 
 
-def ends_by(loops: Iterable[ast.stmt], made: set[str]) -> int:
-    """Return the line of a test of these names by which one of the nested ``loops`` ends, or 0."""
+def ends_by(
+    loops: Iterable[ast.stmt], made: set[str], judges: Callable[[ast.expr], bool] = lambda _: False
+) -> int:
+    """Return the line of a test of these names by which one of the nested ``loops`` ends, or 0.
+
+    ``judges``: whether a test counts that reads none of the names.
+    """
     for loop in loops:
-        if isinstance(loop, ast.While) and names_read(loop.test) & made:
+        if isinstance(loop, ast.While) and (names_read(loop.test) & made or judges(loop.test)):
             return loop.lineno
         for node, is_own in inside(loop):
             if (
                 not isinstance(node, ast.If)
-                or not names_read(node.test) & made
+                or not (names_read(node.test) & made or judges(node.test))
                 or _asks_for_health(node.test)
             ):
                 continue

@@ -10,7 +10,7 @@ import ast
 import builtins
 import inspect
 import linecache
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ from fabric.client.loop.loop_flow import (
     called,
     carry,
     dotted,
+    kept_weights,
     loops_at,
     made_from,
     moves_training,
@@ -37,6 +38,7 @@ from fabric.client.loop.user_functions import (
     kept_by_calls,
     kept_by_loop,
     parsed,
+    steers_forward,
     tree_of,
     value_of,
 )
@@ -136,6 +138,7 @@ def _refuse_kept(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequen
     step = _step_name(loop.target, loop.iter)
     if not step:
         return
+    _refuse_judged(caller, tree, loop, shared)
     for name, line in _numbers(loop, step).items():
         if moves_training(loop, made_from(loop, {name}, parts=True)):
             raise ConfigError(
@@ -154,7 +157,8 @@ def _refuse_kept(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequen
                 f"the training reads {name}, an iterator that {place}:{line} moves on, and each replica "
                 "moves its own: put what it gives into the data set of session.loader"
             )
-        if isinstance(value, torch.Tensor | np.ndarray | list | dict | deque) and not is_shared:
+        is_kept = isinstance(value, torch.Tensor | np.ndarray | list | dict | deque)
+        if (is_kept or (value is None and name in values)) and not is_shared:
             raise ConfigError(
                 f"the training depends on {name}, which {place}:{line} changes from step to step, and each "
                 "replica changes its own: make it from the batch, or from step.metrics and keep it in a dict "
@@ -168,7 +172,24 @@ def _refuse_kept(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequen
         )
 
 
-def changed_names(loop: ast.For) -> dict[str, int]:
+def _refuse_judged(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequence[Any]) -> None:
+    """Raise ConfigError for carried names that change a module or choose the weights to keep."""
+    values, place = {**caller.f_globals, **caller.f_locals}, Path(caller.f_code.co_filename).name
+    carried = _own(tree, _carried(loop, _step_name(loop.target, loop.iter)))
+    for name, line in carried.items():
+        owner, _, attribute = name.rpartition(".")
+        module = value_of(values, owner) if owner else None
+        if isinstance(module, torch.nn.Module) and steers_forward(module, attribute):
+            _refuse(caller, [(name, line)], shared)
+        for kept, at in kept_weights(tree, loop, {name}):
+            raise ConfigError(
+                f"{kept} at {place}:{at} keeps weights by {name}, and a replica that joins has another "
+                f"{name}: save the weights in a file where session.is_writer is true, and keep {name} in a "
+                "dict that attach(..., state=) names"
+            )
+
+
+def changed_names(loop: ast.stmt) -> dict[str, int]:
     """Return the names that the loop does not set and whose content it changes, with the line.
 
     Content that is written before it is read carries nothing, and a cache is filled where a test asks for it.
@@ -184,10 +205,18 @@ def changed_names(loop: ast.For) -> dict[str, int]:
             reads = [x for x in nodes if isinstance(x, ast.expr) and id(x) not in left_out]
             if any(dotted(x) == dotted(target.value) != "" and x.lineno < put.lineno for x in reads):
                 names.setdefault(dotted(target.value), put.lineno)
-    fresh, calls = set(stores([loop])), [x for x in nodes if isinstance(x, ast.Call)]
+    once = Counter(stores(y for x in tests for y in _set_once(x)))
+    fresh = {name for name, count in Counter(stores([loop])).items() if count > once[name]}
+    calls = [x for x in nodes if isinstance(x, ast.Call)]
     clearing = [x.func for x in calls if called(x) == "clear"]
     emptied = {dotted(x.value) for x in clearing if isinstance(x, ast.Attribute)}
     return {x: at for x, at in names.items() if x not in emptied and not {x, x.partition(".")[0]} & fresh}
+
+
+def _set_once(test: ast.If | ast.IfExp) -> list[ast.stmt]:
+    """Return what only a first step does, as under ``if average is None: average = ...``."""
+    asks = isinstance(test.test, ast.Compare) and "is None" in ast.unparse(test.test)
+    return test.body if asks and isinstance(test, ast.If) else []
 
 
 def _numbers(loop: ast.For, step: str) -> dict[str, int]:
@@ -416,24 +445,33 @@ def carried_names(source: str, line: int) -> list[tuple[str, int]]:
     step = _step_name(loop.target, loop.iter) if loop is not None else ""
     if tree is None or loop is None or not step:
         return []
+    return list(_that_train(tree, [loop], _carried(loop, step)))
+
+
+def _carried(loop: ast.For, step: str) -> dict[str, int]:
     carried = dict.fromkeys(set(stores([loop.target])) - {step}, loop.lineno)  # the index of enumerate
     carry(loop.body, {step}, carried)
-    return list(_that_train(tree, [loop], carried))
+    return carried
 
 
 def _that_train(
     tree: ast.AST, loops: Sequence[ast.For | ast.AsyncFor | ast.While], carried: dict[str, int]
 ) -> Iterator[tuple[str, int]]:
     """Yield those of the carried names by which the loops train, and which no shared value gives."""
+    for name, at in _own(tree, carried).items():
+        if moves_training(loops[0], made_from(loops[0], {name})):
+            yield name, at
+
+
+def _own(tree: ast.AST, carried: dict[str, int]) -> dict[str, int]:
+    """Return those of the carried names that no shared value gives."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Global | ast.Nonlocal):
             carried = {name: at for name, at in carried.items() if name not in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             shared = {x.attr for x in ast.walk(node.value) if isinstance(x, ast.Attribute)} & _SHARED
             carried = {name: at for name, at in carried.items() if not shared or name not in stores([node])}
-    for name, at in carried.items():
-        if moves_training(loops[0], made_from(loops[0], {name})):
-            yield name, at
+    return carried
 
 
 # --- the parts of a source ----------------------------------------------------------------------------------

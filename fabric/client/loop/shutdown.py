@@ -15,7 +15,7 @@ from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 from fabric.client.process.error_text import TELL_S, describe, is_device_fault
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.notice import NoticeWatch
-from fabric.errors import CollectiveFailed, FabricError, NotAMember, SessionOver
+from fabric.errors import CollectiveFailed, ConfigError, FabricError, NotAMember, SessionOver
 from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, RESTART
 from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
@@ -43,6 +43,19 @@ def start_line(job: str, durable: bool, step: int, generation: int, progress: Lo
         return f"begins again with {where}, with its own initial state: no later state was left anywhere"
     lost = "" if durable else "; FABRIC_DURABLE is not set, so a loss of all replicas' memory loses the run"
     return f"begins {where}, with its own initial state{lost}"
+
+
+# Lighthouses and name of the jobs that this process has trained to the end.
+_ended: set[tuple[tuple[str, ...], str]] = set()
+
+
+def refuse_second_training(settings: Settings) -> None:
+    """Raise ConfigError where this process has trained the job to its end before."""
+    if (settings.lighthouse, settings.job) in _ended:
+        raise ConfigError(
+            f"the script trains a second time in job {settings.job}, which has ended, and a job is one "
+            "training: give each training a job of its own, attach(..., job=...), or make a script of each"
+        )
 
 
 class Shutdown:
@@ -112,6 +125,7 @@ class Shutdown:
         """Detach from the checkpoint server, if it still runs."""
         self._debug_endpoint.close()
         if finished:
+            _ended.add((self._settings.lighthouse, self._settings.job))
             unheard = self._unheard
             linger_s = 5.0 if unheard is None else max(5.0, self._settings.orphan_s)
             with contextlib.suppress(FabricError):

@@ -62,8 +62,30 @@ def kept_by_calls(things: Iterable[Any], shared: Collection[int] = ()) -> str:
     return ""
 
 
-def kept_by_loop(loop: ast.stmt, values: Mapping[str, Any], shared: Collection[int] = ()) -> str:
-    """As ``kept_by_calls``, for what a loop calls and trains by. ``values``: of the names in its frame."""
+def kept_by_loop(
+    loop: ast.stmt,
+    values: Mapping[str, Any],
+    shared: Collection[int] = (),
+    fed: Callable[[ast.Call], bool] = lambda _: True,
+) -> str:
+    """As ``kept_by_calls``, for what a loop calls and trains by. ``values``: of the names in its frame.
+
+    ``fed``: whether a statement that calls a method gives it what a replica that joins has not seen.
+    """
+    for call in (
+        x.value for x in ast.walk(loop) if isinstance(x, ast.Expr) and isinstance(x.value, ast.Call)
+    ):
+        owner, _, method = dotted(call.func).rpartition(".")
+        thing = value_of(values, owner) if owner else None
+        if thing is None or id(thing) in shared or isinstance(thing, torch.nn.Module) or not fed(call):
+            continue
+        functions = functions_in(thing) if not isinstance(thing, FunctionType) else []
+        for keeper in (x for x in functions if x.name == method):
+            for name, line in keeper.kept().items():
+                symbols = spread(functions, keeper.symbols[name], lambda x, made: _gives(x, made, False))
+                read = {f"{owner}.{x.partition('.')[2]}" for x in symbols if x.startswith(f"{id(thing)}.")}
+                if moves_training(loop, made_from(loop, read)):
+                    return f"{name}, which {keeper} keeps from call to call ({keeper.place(line)})"
     for name in sorted({dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)} - {""}):
         value = callee(values, name)
         if not isinstance(value, torch.nn.Module | type) and moves_training(loop, made_from(loop, {name})):
@@ -82,6 +104,24 @@ def value_of(values: Mapping[str, Any], name: str) -> Any:
         tables = ("_parameters", "_buffers", "_modules") if isinstance(value, torch.nn.Module) else ()
         value = next((x[part] for x in (own, *(own.get(y, {}) for y in tables)) if part in x), None)
     return value
+
+
+def steers_forward(module: torch.nn.Module, attribute: str) -> bool:
+    """Return whether calls of a module read one of its plain attributes, as Dropout reads ``p``."""
+    kind: Any = type(module)
+    methods = {name: node for name, (_, node) in methods_of(kind).items()}
+    names, new = set[str](), {"forward"}
+    while new:
+        names |= new
+        called_ones = [node for name, node in methods.items() if name in names]
+        reads = {x.attr for node in called_ones for x in ast.walk(node) if isinstance(x, ast.Attribute)}
+        new = (reads & set(methods)) - names
+    is_read = any(
+        f"{node.args.args[0].arg}.{attribute}" in names_read(node)
+        for name, node in methods.items()
+        if name in names and node.args.args
+    )
+    return is_read or attribute in getattr(kind, "__constants__", ())
 
 
 def attributes_of(value: Any) -> Mapping[str, Any]:

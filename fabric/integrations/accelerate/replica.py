@@ -372,6 +372,7 @@ class _ScriptLoop:
             self._state.keep()
         elif not over and replica.goes_over:
             self._state.put_back()
+            self._gradients.drop()
         replica.goes_over, self.is_complete = over, False
         self.computes = not over and self._upcoming is not None
         self._left = 0 if self.computes else replica.accumulation
@@ -400,6 +401,8 @@ class _ScriptLoop:
         else:
             self._left -= 1
             self.is_complete = self._left == 0
+            if self._replica.goes_over:
+                self._gradients.fill()
         if self.is_complete:
             self._complete(step)
 
@@ -410,6 +413,7 @@ class _ScriptLoop:
             if step.number < self.number:
                 replica.leave(step.number)
             self._set_aside()
+            self._gradients.fill()
             replica.goes_over_from(self.number, step.number)
             self._state.keep()
             replica.goes_over = True

@@ -73,9 +73,11 @@ class AdoptedLoop:
         self.data.note_backward()
 
     def after_backward(self) -> None:
-        """The gradients are as the script's backward pass made them."""
-        if self._gradients is not None:
+        """The gradients are as the script's backward pass made them, or zeros where it did not run."""
+        if self._gradients is not None and self.computes:
             self._gradients.note()
+        elif self._gradients is not None:
+            self._gradients.fill()
 
     def on_gradient_use(self) -> None:
         """Exchange, at the first use of the gradient since the backward pass."""
@@ -109,6 +111,12 @@ class AdoptedLoop:
 
     def finish(self) -> None:
         """The script has ended: leave the job. Raises ConfigError where the script has not trained here."""
+        if self.session is None and self.number:
+            sys.stderr.write(
+                f"fabric: {self._settings.replica}: the script has loaded its file of step {self.number} and "
+                "has ended without a further step: nothing is left to train\n"
+            )
+            return
         if self.session is None:
             raise ConfigError(
                 "the script has ended without an optimizer step in this process, and --adopt does not follow "
@@ -181,6 +189,7 @@ class AdoptedLoop:
         )
         self._waiting = step
         self._gradients.set_aside()
+        self._gradients.fill()
         self.objects.set_schedule(before)
         self._set_computes(False)
 

@@ -57,7 +57,7 @@ def _backward(loop: "AdoptedLoop", original: Call) -> Call:
         loop.on_backward()
         if loop.computes:
             original(*arguments, **named)
-            loop.after_backward()
+        loop.after_backward()
 
     return backward
 

@@ -14,11 +14,13 @@ class ScriptGradients:
     def __init__(self, model: torch.nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._waiting: list[torch.Tensor | None] = []
+        self._zeros: list[torch.Tensor] = []  # the gradient of steps that the loop goes over
         self._marks: list[tuple[int, int]] = []  # identity and version of each gradient after backward
         self.note()
 
     def note(self) -> None:
         """Note the gradients as they are after a backward pass."""
+        self._zeros = []
         self._marks = self._look()
 
     def check(self) -> None:
@@ -34,6 +36,12 @@ class ScriptGradients:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def fill(self) -> None:
+        """Leave a gradient of zeros, for code of the script that reads or changes ``.grad``."""
+        self._zeros = self._zeros or [torch.zeros_like(parameter) for parameter in self._parameters]
+        for parameter, zeros in zip(self._parameters, self._zeros, strict=True):
+            parameter.grad = zeros.zero_()
+
     def set_aside(self) -> None:
         """Let the gradients wait for ``bring_back``."""
         self._waiting = [parameter.grad for parameter in self._parameters]
@@ -43,7 +51,7 @@ class ScriptGradients:
         """Put the gradients that ``set_aside`` has taken into ``.grad``."""
         for parameter, gradient in zip(self._parameters, self._waiting, strict=True):
             parameter.grad = gradient
-        self._waiting = []
+        self._waiting, self._zeros = [], []
 
     def _look(self) -> list[tuple[int, int]]:
         gradients: list[Any] = [parameter.grad for parameter in self._parameters]

@@ -6,9 +6,7 @@ import torch
 AREA = "accelerate"
 NEEDS = ("accelerate",)
 LAUNCH = "--adopt"
-REFUSED = (
-    "the training keeps an average of the model in a list of 4 values (accelerate_average_by_hand.py:"
-)
+REFUSED = "the training keeps an average of the model in a list of 4 values (accelerate_average_by_hand.py:"
 
 from accelerate import Accelerator  # noqa: E402
 

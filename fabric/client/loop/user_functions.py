@@ -215,7 +215,8 @@ class UserFunction:
     def kept(self) -> dict[str, int]:
         """Return the names that a call makes from the value of an earlier call, each with its line."""
         names = dict[str, int]()
-        carry(self.node.body, {x.arg for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}, names)
+        arguments = {x.arg for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
+        carry(self.node.body, arguments - {self.me}, names)
         names |= changed_in_place(self.node)
         return {name: at for name, at in names.items() if "." in self.symbols.get(name, "")}
 

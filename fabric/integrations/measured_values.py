@@ -43,6 +43,8 @@ from fabric.client.loop.user_functions import (
 
 Loop = ast.For | ast.AsyncFor | ast.While
 _CONTAINERS = (list, dict, set, deque)
+_CLOCKS = {"time.time", "time.monotonic", "time.perf_counter", "monotonic", "perf_counter"}
+_CLOCKS |= {"datetime.now", "datetime.datetime.now"}
 # Methods of a model that measure nothing.
 _NO_MEASURE = {
     *("train", "eval", "to", "cuda", "cpu", "half", "float", "bfloat16", "requires_grad_", "zero_grad"),
@@ -144,7 +146,7 @@ class _Measured:
         if isinstance(node, ast.Call):
             if called(node) == "len":
                 return False
-            if called(node) in MEASURES_GRADIENTS:
+            if called(node) in MEASURES_GRADIENTS or dotted(node.func) in _CLOCKS:
                 return True
             if isinstance(node.func, ast.Attribute) and called(node) in _NO_MEASURE:
                 # ``(model(x) == y).float()`` is a figure, and ``model.float()`` is none.

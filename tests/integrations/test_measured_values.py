@@ -144,6 +144,15 @@ NAMED = {
         """,
         "the loop ends at script.py:42 by what it measures",
     ),
+    "a clock": (
+        """
+        import time
+        started = time.time()
+        while time.time() - started < 60 and not found:
+            for x in data: criterion(model(x)).backward()
+        """,
+        "the loop ends at script.py:34 by what it measures",
+    ),
     "a share of right answers": (
         """
         for epoch in range(1):
@@ -287,6 +296,20 @@ LEFT_ALONE = {
                 seen = one_pass()
                 if seen >= 1: break
         outer()
+        """,
+    "a clock for prints and files": """
+        import time
+        last, total = time.time(), 0.0
+        for epoch in range(1):
+            for x in data:
+                criterion(model(x)).backward()
+                total += time.time() - last
+                if time.time() - last > 60:
+                    torch.save(model.state_dict(), "/dev/null")
+                    last = time.time()
+                n += 1
+                if n > 9: break
+            print(total)
         """,
     "an evaluation of which the next pass prints": """
         value = 1.0

@@ -89,7 +89,7 @@ class UnsharedWatch:
             if id(scheduler) not in within and id(scheduler) not in inside:
                 kind = type(scheduler).__name__
                 return _refusal(
-                    f"{_article(kind)} steers the optimizer",
+                    f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind} steers the optimizer",
                     "another learning rate",
                     '"scheduler": scheduler',
                 )
@@ -97,15 +97,14 @@ class UnsharedWatch:
             scales = isinstance(scaler, torch.amp.GradScaler) and getattr(scaler, "_scale", None) is not None
             if scales and id(scaler) not in inside:
                 return _refusal("a GradScaler scales the loss", "another scale", '"scaler": scaler')
+        held = [p for x in self._optimizers for group in x.param_groups for p in group["params"]]
+        shapes = sorted(x.shape for x in held)
         for average in living:
-            if isinstance(average, AveragedModel) and id(average) not in inside and self._averages(average):
+            if not isinstance(average, AveragedModel) or id(average) in inside:
+                continue
+            if sorted(x.shape for x in average.parameters()) == shapes:
                 return _refusal("an AveragedModel averages the model", "another average", '"ema": ema_model')
         return None
-
-    def _averages(self, average: AveragedModel) -> bool:
-        """Whether ``average`` is one of a model whose parameters the optimizers hold."""
-        held = [p for x in self._optimizers for group in x.param_groups for p in group["params"]]
-        return sorted(x.shape for x in held) == sorted(x.shape for x in average.parameters())
 
     def check_when_changed(self) -> None:
         """As ``check``, but only if a scheduler has wrapped an optimizer's ``step`` since the last check."""
@@ -152,10 +151,6 @@ def _held_by(value: object) -> list[object]:
     if isinstance(value, torch.optim.Optimizer | torch.Tensor):
         return []
     return list(getattr(value, "__dict__", {}).values())
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
 def _refusal(what: str, differs: str, entry: str) -> ConfigError:

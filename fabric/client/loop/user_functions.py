@@ -48,7 +48,8 @@ def kept_by_calls(things: Iterable[Any], shared: Collection[int] = ()) -> str:
     """
     reached = _Reached(things)
     for functions in reached.groups():
-        begun = {f.symbols.get(name, "") for f in functions for name in _begun(f.node)}
+        sets = [(f, x) for f in functions for x in f.node.body if isinstance(x, ast.Assign)]
+        begun = {f.symbols.get(y, "") for f, x in sets for y in stores([x]) if y not in names_read(x)}
         for keeper in functions:
             counted = {name: x for name, x in keeper.kept().items() if keeper.symbols.get(name) not in begun}
             for name, line in (counted | keeper.left() if id(keeper.thing) not in shared else {}).items():
@@ -303,13 +304,6 @@ def _fills(node: ast.AST) -> Iterator[ast.AST]:
                 yield puts[item]
         if "[" in asked and asked in marks:
             yield from (x for item, x in puts.items() if item.endswith(asked[asked.index("[") :]))
-
-
-def _begun(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the names that a function sets in each call, without their old value."""
-    for node in function.body:
-        if isinstance(node, ast.Assign):
-            yield from (name for name in stores([node]) if name not in names_read(node))
 
 
 def _gives(function: UserFunction, made: set[str], conditions: bool) -> bool:

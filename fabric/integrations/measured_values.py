@@ -184,13 +184,11 @@ class _Measured:
         function = self._value(node)
         if isinstance(function, FunctionType):
             code = function.__code__
-            if found := functions_of(code.co_filename).get(code.co_firstlineno):
-                yield UserFunction(None, function, found)
+            if tree := functions_of(code.co_filename).get(code.co_firstlineno):
+                yield UserFunction(None, function, tree)
         elif isinstance(node, ast.Attribute) and (owner := self._value(node.value)) is not None:
             kind: Any = type(owner)
-            yield from (
-                UserFunction(owner, f, found) for own, f, found in methods_of(kind) if own == node.attr
-            )
+            yield from (UserFunction(owner, f, tree) for own, f, tree in methods_of(kind) if own == node.attr)
 
     def _is_model(self, node: ast.AST) -> bool:
         return isinstance(self._value(node), torch.nn.Module)

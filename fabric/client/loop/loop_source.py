@@ -206,18 +206,13 @@ def changed_names(loop: ast.stmt) -> dict[str, int]:
             reads = [x for x in nodes if isinstance(x, ast.expr) and id(x) not in left_out]
             if any(dotted(x) == dotted(target.value) != "" and x.lineno < put.lineno for x in reads):
                 names.setdefault(dotted(target.value), put.lineno)
-    once = Counter(stores(y for x in tests for y in _set_once(x)))
+    firsts = [x for x in nodes if isinstance(x, ast.If) and "is None" in ast.unparse(x.test)]
+    once = Counter(stores(y for x in firsts for y in x.body))  # what only a first step sets
     fresh = {name for name, count in Counter(stores([loop])).items() if count > once[name]}
     calls = [x for x in nodes if isinstance(x, ast.Call)]
     clearing = [x.func for x in calls if called(x) == "clear"]
     emptied = {dotted(x.value) for x in clearing if isinstance(x, ast.Attribute)}
     return {x: at for x, at in names.items() if x not in emptied and not {x, x.partition(".")[0]} & fresh}
-
-
-def _set_once(test: ast.If | ast.IfExp) -> list[ast.stmt]:
-    """Return what only a first step does, as under ``if average is None: average = ...``."""
-    asks = isinstance(test.test, ast.Compare) and "is None" in ast.unparse(test.test)
-    return test.body if asks and isinstance(test, ast.If) else []
 
 
 def _numbers(loop: ast.For, step: str) -> dict[str, int]:

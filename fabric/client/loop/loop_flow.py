@@ -27,7 +27,10 @@ def carry(statements: Iterable[ast.stmt], fresh: set[str], carried: dict[str, in
         if isinstance(node, SCOPES):
             continue
         if isinstance(node, ast.If):
-            for name in (_compared(node.test) & set(stores([*node.body, *node.orelse]))) - fresh:
+            orders = [x for x in ast.walk(node.test) if isinstance(x, ast.Compare)]
+            orders = [x for x in orders if any(isinstance(op, _ORDERS) for op in x.ops)]
+            compared = {name for x in orders for name in names_read(x)}
+            for name in (compared & set(stores([*node.body, *node.orelse]))) - fresh:
                 carried.setdefault(name, node.lineno)  # ``if value < best: best = value``
             fresh = carry(node.body, fresh, carried) | carry(node.orelse, fresh, carried)
         elif isinstance(node, LOOPS):
@@ -51,12 +54,6 @@ def carry(statements: Iterable[ast.stmt], fresh: set[str], carried: dict[str, in
                     carried.setdefault(name, node.lineno)
             fresh |= stored - old
     return fresh
-
-
-def _compared(test: ast.expr) -> set[str]:
-    """Return the names that a test compares by size."""
-    compares = [x for x in ast.walk(test) if isinstance(x, ast.Compare)]
-    return {y for x in compares if any(isinstance(op, _ORDERS) for op in x.ops) for y in names_read(x)}
 
 
 def _is_converted(node: ast.stmt) -> bool:

@@ -5,6 +5,7 @@ over the steps that the job has made: it gets batches, computes nothing and chan
 the script are right when the loop comes to the job's step.
 """
 
+import ast
 import atexit
 import json
 import sys
@@ -18,8 +19,10 @@ from accelerate.utils import send_to_device
 import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.loop.loop_flow import called, dotted, ends_by, names_read
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE
+from fabric.client.loop.user_functions import loops_around, tree_of
 from fabric.client.process.excepthook import on_uncaught
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED, RESTART
@@ -38,6 +41,8 @@ STEP_FILE = "fabric.json"  # beside the files of save_state
 _TRIGGER = "fabric.trigger"  # metric: replicas whose script has called set_trigger in the step
 # Names in the code of a loop that knows that a step may have several micro-batches.
 _KNOWS_STEPS = {"accumulate", "sync_gradients"}
+# Calls that get a count of batches where a script goes on from a checkpoint, or writes one.
+_GO_ON = {"range", "skip_first_batches", "write", "write_text", "dump", "dumps", "save"}
 
 # Sentences for a loop of one's own, in the words of accelerate.
 _WORDS = {
@@ -146,19 +151,16 @@ class AcceleratedReplica:
             self._session.say_in(_WORDS)
         atexit.register(self._close_at_exit)
         on_uncaught.append(self._note_failure)
-        knows_steps = _knows_steps()
-        if not knows_steps:
-            self._say(
-                "the loop does not use accelerator.accumulate, so it computes a batch for each step: if a "
-                "replica dies, its part of a step is left out until it is back"
-            )
+        fixed = _fixed_batches()
+        if fixed:
+            self._say(f"{fixed}: if a replica dies, its part of a step is left out until it is back")
         dealt = data.loader(
             self._session,
             global_batch_size=self.global_batch(data),
             micro_batch_size=data.batch_size,
             seed=self._seed,
             epoch_end=loader.epoch_end,
-            policy="constant" if knows_steps else "shrink",
+            policy="shrink" if fixed else "constant",
         )
         feed = StepFeed(self._session, dealt, self._until)
         self._loop = _ScriptLoop(self, models[0], feed, ScriptState(state, optimizers))
@@ -463,12 +465,28 @@ class Triggers:
         return is_set
 
 
-def _knows_steps() -> bool:
-    """Whether the script's code has a name by which loops see that a step has several micro-batches."""
+def _fixed_batches() -> str:
+    """Return why each step must have as many batches as the loop expects, or "" where it may have more.
+
+    It may where the script's code has a name by which loops see that a step has several micro-batches. A
+    count of all batches by which the script ends, goes on from a checkpoint or writes a file would be wrong.
+    """
     frame: Any = sys._getframe(1)  # noqa: SLF001
+    for own, loops in loops_around(frame):
+        calls = [x for x in ast.walk(tree_of(own) or loops[0]) if isinstance(x, ast.Call)]
+        for count in (x for x in loops[-1].body if isinstance(x, ast.AugAssign)):
+            name = dotted(count.target) if isinstance(count.value, ast.Constant) else ""
+            if name and (
+                ends_by(loops, {name}) or any(called(x) in _GO_ON and name in names_read(x) for x in calls)
+            ):
+                place = f"{Path(own.f_code.co_filename).name}:{count.lineno}"
+                return (
+                    f"the loop counts its batches in {name} ({place}), so no step has more than it expects "
+                    "(to count steps, count under `if accelerator.sync_gradients:`)"
+                )
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in ("accelerate", "fabric") and _KNOWS_STEPS & set(frame.f_code.co_names):
-            return True
+            return ""
         frame = frame.f_back
-    return False
+    return "the loop does not use accelerator.accumulate, so it computes a batch for each step"

@@ -19,7 +19,7 @@ from accelerate.utils import send_to_device
 import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.gradients.buffer_choices import default_buffers
-from fabric.client.loop.loop_flow import called, dotted, ends_by, names_read
+from fabric.client.loop.loop_flow import called, dotted, ends_by, names_read, stores
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE
 from fabric.client.loop.user_functions import loops_around, tree_of
@@ -42,7 +42,7 @@ _TRIGGER = "fabric.trigger"  # metric: replicas whose script has called set_trig
 # Names in the code of a loop that knows that a step may have several micro-batches.
 _KNOWS_STEPS = {"accumulate", "sync_gradients"}
 # Calls that get a count of batches where a script goes on from a checkpoint, or writes one.
-_GO_ON = {"range", "skip_first_batches", "write", "write_text", "dump", "dumps", "save"}
+_GO_ON = {"range", "skip_first_batches", "save_state", "write", "write_text", "dump", "dumps", "save"}
 
 # Sentences for a loop of one's own, in the words of accelerate.
 _WORDS = {
@@ -473,12 +473,13 @@ def _fixed_batches() -> str:
     """
     frame: Any = sys._getframe(1)  # noqa: SLF001
     for own, loops in loops_around(frame):
-        calls = [x for x in ast.walk(tree_of(own) or loops[0]) if isinstance(x, ast.Call)]
+        nodes = list(ast.walk(tree_of(own) or loops[0]))
+        read = {y for x in nodes if isinstance(x, ast.Call) and called(x) in _GO_ON for y in names_read(x)}
+        texts = [x for x in nodes if isinstance(x, ast.Assign) and isinstance(x.value, ast.JoinedStr)]
+        read |= {y for x in texts if read & set(stores([x])) for y in names_read(x)}
         for count in (x for x in loops[-1].body if isinstance(x, ast.AugAssign)):
             name = dotted(count.target) if isinstance(count.value, ast.Constant) else ""
-            if name and (
-                ends_by(loops, {name}) or any(called(x) in _GO_ON and name in names_read(x) for x in calls)
-            ):
+            if name and (name in read or ends_by(loops, {name})):
                 place = f"{Path(own.f_code.co_filename).name}:{count.lineno}"
                 return (
                     f"the loop counts its batches in {name} ({place}), so no step has more than it expects "

@@ -349,8 +349,8 @@ def test_a_joiner_whose_state_has_other_parts(zygote, tmp_path):
 # --- one of the replicas makes a mistake on its way -----------------------------------------------------
 
 ON_THE_WAY = {
-    "a parameter added": "the parameter late was added or unfrozen after attach",
-    "a parameter removed": "the parameter 3.bias was removed after attach",
+    "a parameter added": "the parameter late was added or unfrozen after the training began",
+    "a parameter removed": "the parameter 3.bias was removed after the training began",
     "the inner loop left early": "the loop left step 5 before its micro-batches ended",
     "a step iterated twice": "is committed already: iterate each step once",
 }

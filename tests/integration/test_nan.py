@@ -74,7 +74,7 @@ def test_a_model_that_changes_after_attach_is_named_by_all(zygote, tmp_path):
         job.start("r2")
         job.finish()
         assert job.codes == {"r0": 1, "r1": 1, "r2": 1}, job.logs()
-        why = "the parameter 3.bias was frozen after attach"
+        why = "the parameter 3.bias was frozen after the training began"
         assert f"fabric: {why}" in (job.folder / "r1.log").read_text()
         for replica in ("r0", "r2"):
             said = (job.folder / f"{replica}.log").read_text()

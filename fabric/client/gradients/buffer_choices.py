@@ -196,7 +196,7 @@ def _check(name: str, tensor: torch.Tensor, choice: str) -> None:
     if not tensor.numel():
         raise ConfigError(
             f"the buffer {name!r} has no element yet, and forward gives it its shape: call the model once "
-            f'before attach, or choose buffers={{"{name}": "ignore"}}'
+            f'before its training, or choose buffers={{"{name}": "ignore"}}'
         )
     if not has_exact_values(tensor):
         raise ConfigError(

@@ -215,7 +215,8 @@ class _Carried:
             now = list(current.shape) if isinstance(current, torch.Tensor) else type(current).__name__
             raise ConfigError(
                 f"forward has changed the shape of the buffer {self.name!r} from {list(self.tensor.shape)} "
-                f'to {now}: give it its shape before attach, or choose buffers={{"{self.name}": "ignore"}}'
+                f"to {now}: give it its shape before the training, or choose "
+                f'buffers={{"{self.name}": "ignore"}}'
             )
         self.tensor.copy_(current)
         setattr(self.module, self.attribute, self.tensor)

@@ -148,10 +148,13 @@ def _is_of_script(value: object) -> bool:
 
 
 def _changed(name: str, what: str) -> StateError:
-    remedy = "change the model before attach"
-    if "unfrozen" in what:
-        remedy += ", or let it require gradients from the start and give it to the optimizer later"
+    remedy = "change the model before its training"
+    if "frozen" in what:
+        remedy += (
+            ", or let it require gradients all the time, and give it to the optimizer later or set the "
+            "learning rate of its group to 0"
+        )
     return StateError(
-        f"the parameter {name} {what} after attach, and the other replicas do not know that: {remedy}, and "
-        "start all replicas again"
+        f"the parameter {name} {what} after the training began, and the other replicas do not know that: "
+        f"{remedy}, and start all replicas again"
     )

@@ -22,7 +22,6 @@ class Recipe:
     refused: str = (
         ""  # REFUSED: a part of the sentence with which fabric refuses it; empty: it trains equally
     )
-    within: int = 0  # WITHIN: a refusal may come after so many committed steps
     needs: tuple[str, ...] = ()  # NEEDS: modules without which it cannot run
     launch: str = ""  # LAUNCH: "--adopt" for a script that knows nothing of fabric
     tolerance: float = 1e-4  # TOLERANCE: relative, between a run under fabric and one without
@@ -76,7 +75,6 @@ same weights, up to the order in which sums are formed. All replicas must end wi
 also compares the samples of each step, the figures that the script reports, and the script's files.
 
 A script that cannot be kept equal is refused before its first step. Its line quotes a part of the sentence.
-An average that a script keeps by hand shows itself only in its first steps: its line says "after 4 steps".
 The ways are called plain, disabled, single and killed. Some lines name a way that may train otherwise, and
 is not compared with the plain one; the script says why.
 
@@ -91,8 +89,7 @@ def page(recipes: list[Recipe]) -> str:
     for area in sorted({x.area for x in recipes}):
         parts.append(f"\n## {area}\n\n")
         for recipe in (x for x in recipes if x.area == area):
-            after = f" after {recipe.within} steps" if recipe.within else ""
-            outcome = f" Refused{after}: “{recipe.refused}”." if recipe.refused else ""
+            outcome = f" Refused: “{recipe.refused}”." if recipe.refused else ""
             if recipe.unlike:
                 outcome = f" Not compared: {', '.join(recipe.unlike)}."
             star = "*" if recipe.quick else ""

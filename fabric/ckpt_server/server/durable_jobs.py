@@ -50,9 +50,7 @@ class PersistRequest:
     incarnation: Int64
     keep: Int64
     required: bool = False
-    urgent: bool = (
-        False  # the trainer will be killed soon: write at full priority, in place of an earlier step
-    )
+    urgent: bool = False  # the trainer will be killed soon: end an earlier writer, at full priority
 
 
 class DurableJobs:

@@ -54,7 +54,7 @@ def refuse_second_training(settings: Settings) -> None:
     if (settings.lighthouse, settings.job) in _ended:
         raise ConfigError(
             f"the script trains a second time in job {settings.job}, which has ended, and a job is one "
-            "training: give each training a job of its own, attach(..., job=...), or make a script of each"
+            "training: run each training as a job of its own, in a process of its own"
         )
 
 

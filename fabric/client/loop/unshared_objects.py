@@ -404,7 +404,8 @@ class _AverageSource:
             if name.startswith("_foreach_") and node.args:
                 name, target, given = name.removeprefix("_foreach_"), node.args[0], node.args[1:]
             while isinstance(target, ast.Call) and called(target) in (*_IN_PLACE, "detach", "list"):
-                target = target.func.value if isinstance(target.func, ast.Attribute) else target.args[0]
+                parts = [target.func.value] if isinstance(target.func, ast.Attribute) else target.args
+                target = parts[0] if parts else ast.Constant(None)
             if name in _IN_PLACE:
                 self._put(target, given, node.lineno, name in ("mul_", "div_", "lerp_"))
 

@@ -1,5 +1,15 @@
-"""Deliberate protocol bugs. Deliberate bugs: each breaks one rule that might seem needless, and the simulator
-must notice each bug.
+"""Deliberate protocol bugs: each breaks one rule that might seem needless, and the simulator must notice it.
+
+These changes are missing, because they are harmless, or because only unit tests notice them:
+
+- A member ignores the order to drop a micro-batch: leaders of this version give none.
+- ``Finished`` outlives a cold start: the job is then complete (rule 6 of the leader).
+- A member that was left out keeps its prepared round: a decision names another digest.
+- A member is ready before it is linked, or a newcomer is admitted before it has heard of the epoch: an epoch
+  is lost, and no step.
+- A newcomer is offered a state of any digest: it compares the digest itself.
+- A rank that could not link stays linked, or a fetch of ranks fails with the first rank: time is lost
+  (``tests/protocol/test_rank_digests.py``).
 """
 
 from collections.abc import Callable, Mapping

@@ -107,14 +107,15 @@ class ArgumentTable:
 
 
 def refusals(tables: Mapping[str, Mapping[str, Row]]) -> str:
-    """Return what the rows of each table refuse, as a page has it: each reason once, with its names."""
+    """Return what the rows of each table refuse, as a page has it: each title and reason once."""
     lines = []
     for title, rows in tables.items():
         names: dict[str, list[str]] = {}
         for name, row in sorted(rows.items()):
             if isinstance(row, Refusal):
                 names.setdefault(row.why, []).append(f"`{name}`")
-        lines += [f"| {title} | {', '.join(names[why])} | {why} |" for why in sorted(names)]
+        cells = [f"{', '.join(names[why])} | {why} |" for why in sorted(names)]
+        lines += [f"| {'' if i else title} | {cell}" for i, cell in enumerate(cells)]
     return "\n".join(["| of | refused | because, and instead |", "|---|---|---|", *lines]) + "\n"
 
 

@@ -135,7 +135,7 @@ def test_a_page_has_each_refusal_once_and_no_other_name():
         "| of | refused | because, and instead |",
         "|---|---|---|",
         "| Framework | `seed` | each replica would draw other numbers: leave it out |",
-        "| Framework | `also`, `fancy` | it moves the weights: leave it out |",
+        "|  | `also`, `fancy` | it moves the weights: leave it out |",
     ]
 
 

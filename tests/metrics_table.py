@@ -19,7 +19,8 @@ HEAD = """# Metrics
 
 Each lighthouse and each checkpoint server answers `GET /metrics` in Prometheus' text format
 ([http.md](http.md)). Some metrics exist only after what they count has happened. `_total` ends a counter's
-name; others are gauges, but for two histograms. `python tests/metrics_table.py` writes this page.
+name; others are gauges, but for two histograms. Each metric of a job also has the label `job`.
+`python tests/metrics_table.py` writes this page.
 """
 
 
@@ -59,7 +60,7 @@ def sample(family: Metric) -> str:
 
 
 def labels(family: Metric) -> str:
-    shown = [f"`{x}`" for x in sorted({x for s in family.samples for x in s.labels} - {"le"})]
+    shown = [f"`{x}`" for x in sorted({x for s in family.samples for x in s.labels} - {"le", "job"})]
     return ", ".join(shown) + (" (histogram)" if family.type == "histogram" else "")
 
 

@@ -106,14 +106,17 @@ class ArgumentTable:
             raise ConfigError(f"{self.by} refuses {owner.__name__}.{name}, because {row.why}")
 
 
-def markdown(rows: Mapping[str, Row]) -> str:
-    """Return rows as a page has them: each answer once, the refusals first, and no names that are kept."""
-    names: dict[str, list[str]] = {}
-    for name, row in sorted(rows.items()):
-        names.setdefault(_said(row), []).append(f"`{name}`")
-    names.update({"kept": ["every other name"]} if "kept" in names else {})
-    lines = [f"| {answer} | {', '.join(names[answer])} |" for answer in sorted(names, reverse=True)]
-    return "\n".join(["| what fabric does | names |", "|---|---|", *lines]) + "\n"
+def refusals(tables: Mapping[str, Mapping[str, Row]]) -> str:
+    """Return what the rows of each table refuse, as a page has it: each title and reason once."""
+    lines = []
+    for title, rows in tables.items():
+        names: dict[str, list[str]] = {}
+        for name, row in sorted(rows.items()):
+            if isinstance(row, Refusal):
+                names.setdefault(row.why, []).append(f"`{name}`")
+        cells = [f"{', '.join(names[why])} | {why} |" for why in sorted(names)]
+        lines += [f"| {'' if i else title} | {cell}" for i, cell in enumerate(cells)]
+    return "\n".join(["| of | refused | because, and instead |", "|---|---|---|", *lines]) + "\n"
 
 
 def overridable(base: type) -> list[str]:
@@ -165,11 +168,3 @@ def _equal(value: Any, default: Any) -> bool:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST and "\n" not in text else f"<{type(value).__name__}>"
-
-
-def _said(row: Row) -> str:
-    if isinstance(row, Kept):
-        return "kept"
-    if isinstance(row, NoInfluence):
-        return f"no influence: {row.why}"
-    return f"refused: {row.why}"

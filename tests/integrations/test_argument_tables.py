@@ -16,9 +16,9 @@ from fabric.integrations.arguments import (
     Kept,
     NoInfluence,
     Refusal,
-    markdown,
     overridable,
     overridden,
+    refusals,
 )
 
 
@@ -129,18 +129,13 @@ def test_an_overridden_method_is_looked_up_by_the_class_that_replaces_it():
         TABLE.check_methods(Framework, Placed)
 
 
-def test_a_table_without_kept_names_says_nothing_of_others():
-    assert "kept" not in markdown({"folder": NoInfluence("it names a folder")})
-
-
-def test_the_table_is_written_for_a_page():
-    assert markdown(TABLE.rows | {"folder": NoInfluence("it names a folder")}).splitlines() == [
-        "| what fabric does | names |",
-        "|---|---|",
-        "| refused: it moves the weights: leave it out | `fancy` |",
-        "| refused: each replica would draw other numbers: leave it out | `seed` |",
-        "| no influence: it names a folder | `folder`, `path` |",
-        "| kept | every other name |",
+def test_a_page_has_each_refusal_once_and_no_other_name():
+    rows = TABLE.rows | {"folder": NoInfluence("it names a folder"), "also": TABLE.rows["fancy"]}
+    assert refusals({"Framework": rows, "nothing": {}}).splitlines() == [
+        "| of | refused | because, and instead |",
+        "|---|---|---|",
+        "| Framework | `seed` | each replica would draw other numbers: leave it out |",
+        "|  | `also`, `fancy` | it moves the weights: leave it out |",
     ]
 
 

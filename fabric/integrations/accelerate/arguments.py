@@ -7,7 +7,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, markdown
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals
 
 _BY = "FabricAccelerator"
 _SPREADS = Refusal(
@@ -220,11 +220,10 @@ def check_plugins(accelerator: Any) -> None:
     ACCELERATOR.check(Accelerator, {"mixed_precision": accelerator_state.mixed_precision})
 
 
-def tables() -> str:
-    """Return the tables of docs/accelerate.md."""
+def page_table() -> str:
+    """Return the table of docs/adopt/accelerate.md."""
     arguments = {x.subject: x.rows for x in (ACCELERATOR, *(x for _, x in CONFIGURATIONS))}
-    parts = {**arguments, "Handlers of kwargs_handlers": HANDLERS, "Methods and properties": METHODS}
-    return "\n".join(f"## {title}\n\n{markdown(rows)}" for title, rows in parts.items())
+    return refusals({**arguments, "kwargs_handlers": HANDLERS, "methods": METHODS})
 
 
 def refused_methods() -> dict[str, Refusal]:

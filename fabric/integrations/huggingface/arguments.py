@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, markdown, rows_of
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, refusals, rows_of
 from fabric.integrations.hook_source import Hooks, collective, kept_value
 from fabric.integrations.huggingface import trl
 from fabric.integrations.optimizers import unequal_optimizer
@@ -280,16 +280,16 @@ def _conditions(trainer: Any, resumes: bool, trial: Any) -> Mapping[str, bool]:
     }
 
 
-def tables() -> str:
-    """Return the tables of docs/transformers.md."""
-    parts = (
-        ("TrainingArguments", ARGUMENTS.rows),
-        ("accelerator_config", ACCELERATOR.rows),
-        ("Trainer", TRAINER.rows),
-        ("Methods of a subclass of Trainer", TRAINER.methods),
-        ("TrainerCallback and TrainerControl", CALLBACK.rows),
-        *((f"trl's {x.subject}", x.rows) for x in trl.CONFIGS.values()),
-        *((f"trl's {x.subject}", x.rows) for x in trl.TRAINERS.values()),
-        *((f"Methods of a subclass of {x.subject}", x.methods) for x in trl.TRAINERS.values()),
+def page_table() -> str:
+    """Return the table of docs/adopt/transformers.md."""
+    return refusals(
+        {
+            "TrainingArguments": ARGUMENTS.rows,
+            "accelerator_config": ACCELERATOR.rows,
+            "Trainer": TRAINER.rows,
+            "methods of Trainer": TRAINER.methods,
+            "TrainerControl": CALLBACK.rows,
+            **{x.subject: x.rows for x in (*trl.CONFIGS.values(), *trl.TRAINERS.values())},
+            **{f"methods of {x.subject}": x.methods for x in trl.TRAINERS.values()},
+        }
     )
-    return "\n".join(f"## {title}\n\n{markdown(rows)}" for title, rows in parts)

@@ -1,7 +1,7 @@
 """Every argument, hook and callback of Lightning that a user may choose: kept, without influence, or refused.
 
 The names come from the installed release. A name without a row here is refused where it is used, so that a
-new release cannot change what is trained in silence. docs/lightning.md has the tables.
+new release cannot change what is trained in silence. docs/adopt/lightning.md has the refusals.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, markdown
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals
 from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
 from fabric.integrations.lightning.callback_states import overrides
 from fabric.integrations.lightning.release import ROOT
@@ -411,17 +411,18 @@ def _why(row: Row) -> str:
     return row.why if isinstance(row, Refusal) else ""
 
 
-def tables() -> str:
-    """Return the tables of docs/lightning.md."""
-    parts = (
-        ("Arguments of Trainer", TRAINER.rows),
-        ("Callbacks", CALLBACKS),
-        ("Methods of LightningModule", MODULE_HOOKS),
-        ("Methods of LightningDataModule", DATA_MODULE_HOOKS),
-        ("Methods of your own Callback", CALLBACK_HOOKS),
-        ("Keys of a scheduler's configuration", SCHEDULER),
+def page_table() -> str:
+    """Return the table of docs/adopt/lightning.md."""
+    return refusals(
+        {
+            "Trainer": TRAINER.rows,
+            "callbacks": CALLBACKS,
+            "LightningModule": MODULE_HOOKS,
+            "LightningDataModule": DATA_MODULE_HOOKS,
+            "your own Callback": CALLBACK_HOOKS,
+            "scheduler": SCHEDULER,
+        }
     )
-    return "\n".join(f"### {title}\n\n{markdown(rows)}" for title, rows in parts)
 
 
 def scheduler_keys() -> list[str]:

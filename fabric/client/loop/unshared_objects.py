@@ -32,6 +32,7 @@ from fabric.client.loop.user_functions import (
     callee,
     functions_in,
     loops_around,
+    search,
     value_of,
 )
 from fabric.errors import ConfigError
@@ -206,6 +207,7 @@ class AverageWatch:
             f"with another average: {self.advice}"
         )
 
+    @search(None)
     def _read_sources(self) -> None:
         """Refuse an average that the source of the loops under way shows, or that of a hook of its object."""
         own = [_sample(x) for x in self._parameters]

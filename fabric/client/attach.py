@@ -223,7 +223,7 @@ def _attach(
     averages = AverageWatch(trained, objects.values(), alone)
     held = [*kept.values(), *(choices.local_state or {}).values()]
     others = None if alone else OptimizerWatch(trained, optimizers.values(), held)
-    model_watch = ModelWatch(model, parameters, watch, averages, others, outside, kept)
+    model_watch = ModelWatch(model, parameters, watch, averages, outside, kept, others)
     parts = trainer.make_parts()
     return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
 

@@ -7,7 +7,7 @@ them. Where it does not, the watches of the training end it later.
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, FunctionType
@@ -37,6 +37,9 @@ SAME_PARAMETERS = (
     "its group to 0"
 )
 _DEPTH = 3  # functions that call one another
+# Methods of Lightning and transformers that run in a training, and attributes that count there.
+_HOOKS = ("on_train", "on_epoch", "on_step", "training_step", "compute_loss", "optimizer_step")
+_COUNTS = ("current_epoch", "epoch", "global_step", "step", "batch_idx")
 _LATE = "(late)"  # a name that no source has
 _ALL = ("parameters", "named_parameters", "modules", "children", "named_children", "values", "items")
 
@@ -52,6 +55,10 @@ class Source:
     def place(self, node: ast.stmt | ast.expr) -> str:
         """Return the place of a part for a sentence."""
         return f"{self.file}:{node.lineno}"
+
+    def value(self, node: ast.expr) -> Any:
+        """Return the object of an expression, or None."""
+        return node.value if isinstance(node, ast.Constant) else value_of(self.values, dotted(node))
 
     def made(self) -> Iterator[tuple[ast.Assign, Any]]:
         """Yield each assignment of an object that a class or function makes in each pass, and the object."""
@@ -104,12 +111,22 @@ def refuse_later_changes(frame: FrameType | None, model: torch.nn.Module, watch:
                         f"loop, and a job is one training: {ONE_TRAINING}"
                     )
         loop = sources[0]
-        for node, state in states.later(loop):
-            raise ConfigError(
-                f"{loop.place(node)} {'unfreezes' if state else 'freezes'} a part of the model in a later "
-                f"pass of the loop, and the job exchanges what requires gradients at its first step: "
-                f"{SAME_PARAMETERS}"
-            )
+        states.refuse(loop, _changing(loop.node))
+
+
+@search(None)
+def refuse_later_hooks(things: Iterable[Any], given: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Raise ConfigError where a hook of ``things`` changes in a later step what requires gradients.
+
+    ``given``: names of the hooks' arguments with what they get.
+    """
+    states = _States({id(p) for p in model.parameters()})
+    for function in (x for thing in things for x in functions_in(thing, given)):
+        if function.name.startswith(_HOOKS):
+            tests = [x.test for x in ast.walk(function.node) if isinstance(x, ast.If)]
+            counts = {x for x in names_read(function.node) if x.rpartition(".")[2] in _COUNTS}
+            file = function.place(0).partition(":")[0]
+            states.refuse(Source(function.node, function.values, file), counts.union(*map(names_read, tests)))
 
 
 def _stepping(loop: Source) -> Iterator[torch.optim.Optimizer]:
@@ -173,8 +190,7 @@ def _runs_once(loop: ast.For | ast.AsyncFor | ast.While, values: Mapping[str, An
     if isinstance(over, ast.List | ast.Tuple):
         return len(over.elts) == 1
     if isinstance(over, ast.Call) and called(over) == "range" and len(over.args) == 1:
-        end = over.args[0]
-        return (end.value if isinstance(end, ast.Constant) else value_of(values, dotted(end))) == 1
+        return bool(Source(loop, values, "").value(over.args[0]) == 1)
     given = value_of(values, dotted(over))
     return isinstance(given, list | tuple | dict) and len(given) == 1
 
@@ -188,28 +204,31 @@ class _States:
 
     parameters: set[int]
 
-    def later(self, loop: Source) -> Iterator[tuple[Any, bool]]:
-        """Yield the nodes of a loop that do so in a later pass, with the new state.
+    def refuse(self, source: Source, changing: set[str]) -> None:
+        """Raise ConfigError where a source does so in a later pass. ``changing``: names that change by then.
 
         A loop that does both goes to and fro within a step, as that of a GAN.
         """
-        found = list(self._sets(loop, _changing(loop.node)))
-        if len({state for _, state, _ in found}) == 1:
-            yield from ((node, state) for node, state, is_later in found if is_later)
+        found = list(self._sets(source, changing))
+        late = [(node, state) for node, state, is_later in found if is_later]
+        if late and len({state for _, state, _ in found}) == 1:
+            node, state = late[0]
+            raise ConfigError(
+                f"{source.place(node)} {'unfreezes' if state else 'freezes'} a part of the model in a later "
+                f"step, and the job exchanges what requires gradients at its first step: {SAME_PARAMETERS}"
+            )
 
     def _sets(self, source: Source, changing: set[str], depth: int = 0) -> Iterator[tuple[Any, bool, bool]]:
-        """Yield each node that sets a state, the state, and whether it changes one in a later pass.
-
-        ``changing``: the names that have another value in that pass.
-        """
+        """Yield each node that sets a state, the state, and whether it changes one in a later pass."""
         tests = [x for x in ast.walk(source.node) if isinstance(x, ast.If) and names_read(x.test) & changing]
         under = {y for x in tests for part in (*x.body, *x.orelse) for y in ast.walk(part)}
         for x in ast.walk(source.node):
             target, value = _sets_state(x)
             if target is not None and value is not None:
                 states = [state for thing in _things(source, target) for state in self._of(thing)]
-                wants = bool(value.value) if isinstance(value, ast.Constant) else not all(states)
+                given = source.value(value)
                 is_late = x in under or bool(names_read(value) & changing)
+                wants = not all(states) if names_read(value) & changing or given is None else bool(given)
                 if states:
                     yield x, wants, is_late and any(state != wants for state in states)
             elif isinstance(x, ast.Call) and depth < _DEPTH and dotted(x.func):
@@ -238,7 +257,9 @@ def _entered(
             names = [y.arg for y in x.node.args.args if y.arg != x.me]
             given = dict(zip(names, call.args, strict=False))
             given |= {y.arg: y.value for y in call.keywords if y.arg}
-            values = {**x.values, **{name: value_of(source.values, dotted(y)) for name, y in given.items()}}
+            defaults = function.__defaults__ or ()
+            values = {**x.values, **dict(zip(names[len(names) - len(defaults) :], defaults, strict=False))}
+            values |= {name: source.value(y) for name, y in given.items()}
             late = {name for name, y in given.items() if names_read(y) & changing}
             node = ast.If(ast.Name(_LATE, ast.Load()), x.node.body, []) if is_late else x.node
             yield Source(node, values, source.file), late | {_LATE}

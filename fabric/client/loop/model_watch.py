@@ -72,9 +72,9 @@ class ModelWatch:
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         unshared: UnsharedWatch,
         averages: AverageWatch,
-        others: OptimizerWatch | None,
         outside: Sequence[torch.Tensor] = (),
         shared: Mapping[str, object] | None = None,
+        others: OptimizerWatch | None = None,
     ) -> None:
         self.averages = averages
         self.others = others

@@ -33,6 +33,7 @@ from fabric.client.gradients.gradient_backend import (
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
+from fabric.client.loop.optimizer_watch import OptimizerWatch
 from fabric.client.loop.session import Session
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.shutdown import refuse_second_training
@@ -216,8 +217,13 @@ def _attach(
         journal=journal,
         failpoints=_failpoints(chosen, process),
     )
-    averages = AverageWatch(trained, objects.values(), ignored or choices.fragments is not None)
-    model_watch = ModelWatch(model, parameters, watch, averages, outside, {x: objects[x] for x in state})
+    kept = {x: objects[x] for x in state}
+    # In outer steps the inner optimizer moves the local model, which is not what the replicas share.
+    alone = ignored or choices.fragments is not None
+    averages = AverageWatch(trained, objects.values(), alone)
+    held = [*kept.values(), *(choices.local_state or {}).values()]
+    others = None if alone else OptimizerWatch(trained, optimizers.values(), held)
+    model_watch = ModelWatch(model, parameters, watch, averages, outside, kept, others)
     parts = trainer.make_parts()
     return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
 

@@ -27,7 +27,14 @@ from fabric.client.loop.loop_flow import (
     names_read,
     sets_rate,
 )
-from fabric.client.loop.user_functions import UserFunction, functions_in, spread, steers_forward, value_of
+from fabric.client.loop.user_functions import (
+    UserFunction,
+    functions_in,
+    search,
+    spread,
+    steers_forward,
+    value_of,
+)
 
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "gather_for_metrics"),
@@ -57,6 +64,7 @@ class Hooks:
     stops: Collection[str] = ()
 
 
+@search("")
 def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
     """Return the first half of a sentence about a value that hooks of ``things`` keep for a loss, or ""."""
     methods = [x for thing in things for x in functions_in(thing, hooks.given)]
@@ -110,6 +118,7 @@ def _steers(method: UserFunction, made: set[str], stops: Collection[str]) -> boo
     return False
 
 
+@search("")
 def collective(things: Sequence[Any], hooks: Hooks) -> str:
     """Return the first half of a sentence about a collective in the computing of a loss, or "".
 
@@ -143,6 +152,7 @@ def _results_of(call: ast.Call, method: UserFunction) -> set[str]:
     return made_from(method.node, written, conditions=True, parts=True)
 
 
+@search("")
 def skips(thing: Any, hook: str) -> str:
     """Return the method with its line if ``hook`` of ``thing`` is the user's and returns -1, or ""."""
     for method in functions_in(thing):

@@ -37,6 +37,7 @@ from fabric.client.loop.user_functions import (
     kept_by_loop,
     loops_around,
     methods_of,
+    search,
     tree_of,
     value_of,
 )
@@ -53,6 +54,7 @@ _NO_MEASURE = {
 }
 
 
+@search("")
 def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> str:
     """Return the first half of a sentence about a measured value that ends or steers a loop, or "".
 

@@ -183,6 +183,7 @@ class Loader:
         self.scale_lr = scale_lr
         self.fetcher = fetcher
         self.workers: Workers | None = None
+        self._pass = -1  # that began last here
 
     @property
     def shards(self) -> list[tuple[int, int]]:
@@ -220,6 +221,16 @@ class Loader:
         offsets = best_offsets(self.plan.shards, self.sharing.readers)
         return "golomb" if has_distinct_differences(self.plan.shards, offsets) else "consecutive"
 
+    def begin_step(self, step: int) -> None:
+        """Check at each pass that the data set has the size of the plan. Raises ConfigError."""
+        plan = self.plan
+        if plan.is_stream or plan.order is not None or not isinstance(self.fetcher, IndexFetcher):
+            return
+        number = step * plan.global_batch_size // plan.dataset_size
+        if number != self._pass:
+            self._pass, dataset = number, self.fetcher.dataset
+            check_size(type(dataset).__name__, len(dataset), plan.dataset_size)
+
     def expect(self, step: int, micro_batches: Iterable[int]) -> None:
         """Begin to read the micro-batches that will come next if nothing changes."""
         if self.workers is not None:
@@ -248,6 +259,15 @@ class Loader:
         """End the workers."""
         if self.workers is not None:
             self.workers.close()
+
+
+def check_size(name: str, size: int, planned: int) -> None:
+    """Raise ConfigError where data have another size than when the training began."""
+    if size != planned:
+        raise ConfigError(
+            f"the {name} has {size} samples and had {planned} when the training began, and all replicas deal "
+            "out the same ones: train on each size by a loop of its own, with a job or a loader of its own"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from fabric.client.loop.user_functions import (
     kept_by_calls,
     kept_by_loop,
     parsed,
+    search,
     steers_forward,
     tree_of,
     value_of,
@@ -56,6 +57,7 @@ _PASS_ON_INNER = _PASS_ON | {"zip", "map", "filter"}
 _CATCHES = {"NameError", "UnboundLocalError", "Exception", "BaseException"}
 
 
+@search(None)
 def check_source(frame: FrameType | None, shared: Iterable[object]) -> None:
     """Raise ConfigError for what a joining replica cannot do alike in the loop around ``session.steps``.
 
@@ -85,6 +87,7 @@ def check_source(frame: FrameType | None, shared: Iterable[object]) -> None:
         return
 
 
+@search(None)
 def check_exchange_loop(frame: FrameType | None, shared: Iterable[object]) -> None:
     """Raise ConfigError for a name that the loops around a call of ``session.exchange`` carry, see above."""
     caller = frame.f_back if frame is not None else None
@@ -102,6 +105,7 @@ def check_exchange_loop(frame: FrameType | None, shared: Iterable[object]) -> No
                 refuse_memory(loader.collate_fn, loader.dataset)
 
 
+@search(None)
 def refuse_memory(collate: object, dataset: object) -> None:
     """Raise ConfigError for a data set or collate function whose samples depend on its earlier calls."""
     # An adapter's own collate function holds the user's.

@@ -4,6 +4,7 @@ Refused are optimizers that evaluate the loss again, or hold parameters that nob
 parameters changed after ``attach``.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 
 from fabric.ckpt_server.state.optimizer_extras import remember
 from fabric.ckpt_server.state.training_state import capture
+from fabric.client.loop.later_changes import refuse_later_changes
+from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS, OptimizerWatch
 from fabric.client.loop.shared_state import SharedDict, SharedGenerator, with_state
-from fabric.client.loop.unshared_objects import AverageWatch, UnsharedWatch, tensors_in
+from fabric.client.loop.unshared_objects import ADVICE, AverageWatch, UnsharedWatch, tensors_in
 from fabric.errors import ConfigError, StateError
 
 # Number of steps between two searches for new parameters: a search walks over every module.
@@ -71,8 +74,10 @@ class ModelWatch:
         averages: AverageWatch,
         outside: Sequence[torch.Tensor] = (),
         shared: Mapping[str, object] | None = None,
+        others: OptimizerWatch | None = None,
     ) -> None:
         self.averages = averages
+        self.others = others
         self.compared_steps = _COMPARED_STEPS  # in so many steps ``begin_step`` looks; 0 for adapters
         self._model = model
         self._unshared = unshared
@@ -86,6 +91,19 @@ class ModelWatch:
     def begin(self) -> None:
         """Check before this process joins its job. Raises ConfigError, see UnsharedWatch."""
         self._unshared.check_when_changed()
+        if self.others is not None:
+            self.others.begin()
+
+    def say_in(self, words: Mapping[str, str]) -> None:
+        """Use these words in sentences, in place of those for a loop of one's own."""
+        self.averages.advice, self.compared_steps = words.get(ADVICE, ADVICE), 0
+        if self.others is not None:
+            self.others.advice = words.get(MORE_OPTIMIZERS, MORE_OPTIMIZERS)
+
+    def end(self) -> None:
+        """The training is over."""
+        if self.others is not None:
+            self.others.end()
 
     def begin_step(self) -> None:
         """Note, in the first steps, what the objects of ``state=`` hold before the micro-batches."""
@@ -95,6 +113,8 @@ class ModelWatch:
 
     def check(self, step: int) -> None:
         """Check before the exchange of ``step``: other members expect the attached parameters."""
+        if self.others is not None:
+            self.others.step = step
         before, self._digests = self._digests, {}
         for name, digest in before.items():
             if capture({name: self._kept[name]}, 0).digest() != digest:
@@ -108,6 +128,8 @@ class ModelWatch:
             self._scaled = True
             self._unshared.check()
             self._check_outside()
+            if self.others is not None:
+                refuse_later_changes(sys._getframe(), self._model, self.others)  # noqa: SLF001
         for name, parameter, shape, dtype in self._attached:
             if not parameter.requires_grad:
                 raise _changed(name, "was frozen")

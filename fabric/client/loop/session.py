@@ -41,7 +41,6 @@ from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, make_engine
 from fabric.client.loop.step import Step
 from fabric.client.loop.step_data import StepData, described_as
-from fabric.client.loop.unshared_objects import ADVICE
 from fabric.client.process.excepthook import before_report
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
@@ -229,6 +228,7 @@ class Session(SessionCollectives):
             self.collectives.members.begin_step(order)
             data.sit(self._engine.current, self.settings.replica)
             step.number, self._progress.bare = self._state.hand_over(), isinstance(order, io.Apply)
+            data.begin_step(step.number)
             yield step
             if not step.done:
                 raise FabricError(
@@ -361,7 +361,7 @@ class Session(SessionCollectives):
     def say_in(self, words: Mapping[str, str]) -> None:
         """Replace these words in the sentence that ends this process; for adapters."""
         self._shutdown.words |= words
-        self._watch.averages.advice, self._watch.compared_steps = words.get(ADVICE, ADVICE), 0
+        self._watch.say_in(words)
 
     @contextlib.contextmanager
     def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
@@ -399,6 +399,7 @@ class Session(SessionCollectives):
         self._parts.journal.write("finish", step=self.committed_step)
         self.collectives.close()
         self._engine.close()
+        self._watch.end()
         self._shutdown.end(finished=True)
 
     # --- between the user's code and the engine ---------------------------------------------------------

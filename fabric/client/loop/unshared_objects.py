@@ -32,6 +32,7 @@ from fabric.client.loop.user_functions import (
     callee,
     functions_in,
     loops_around,
+    search,
     value_of,
 )
 from fabric.errors import ConfigError
@@ -206,6 +207,7 @@ class AverageWatch:
             f"with another average: {self.advice}"
         )
 
+    @search(None)
     def _read_sources(self) -> None:
         """Refuse an average that the source of the loops under way shows, or that of a hook of its object."""
         own = [_sample(x) for x in self._parameters]
@@ -264,17 +266,25 @@ class AverageWatch:
 
         Tensors that an optimizer moves, as those of a second model, are not a copy of the parameters.
         """
-        groups = (x for optimizer in _living((torch.optim.Optimizer,)) for x in optimizer.param_groups)
+        # A process has some 300,000 objects: go over them once, and choose by type.
+        optimizers, modules = _subtypes(torch.optim.Optimizer), _subtypes(torch.nn.Module)
+        tensors, kinds = _subtypes(torch.Tensor), {*optimizers, *modules, *_HOLDERS}
+        found = [x for x in gc.get_objects() if type(x) in kinds]
+        groups = (group for x in found if type(x) in optimizers for group in x.param_groups)
         attached = {id(x) for x in self._parameters}.union(id(x) for group in groups for x in group["params"])
         shapes = [x.shape for x in self._parameters]
-        for holder in gc.get_objects():
+        fewest, most = len(shapes), 4 * len(shapes) + 64
+        for holder in found:
             kind = type(holder)
-            if kind in _HOLDERS and len(shapes) <= len(holder) <= 4 * len(shapes) + 64:
-                values: Iterable[Any] = holder if kind in (list, tuple) else list(holder.values())
+            if kind in _HOLDERS and fewest <= len(holder) <= most:
+                values = list(holder if kind in (list, tuple) else holder.values())
                 what = f"a {kind.__name__} of {len(holder)} values"
-            elif torch.nn.Module in kind.__mro__ and "_parameters" in holder.__dict__:
-                values, what = holder.parameters(), f"a module {kind.__name__}"
+            elif kind in modules and "_parameters" in holder.__dict__:
+                values, what = list(holder.parameters()), f"a module {kind.__name__}"
             else:
+                continue
+            values = [x for x in values if type(x) in tensors]
+            if len(values) < fewest:
                 continue
             free = (x for x in values if id(x) not in attached and _is_readable(x))
             matched = _in_order(free, shapes)

@@ -9,13 +9,14 @@ import contextlib
 import functools
 import inspect
 import linecache
+import logging
 import sysconfig
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -33,11 +34,40 @@ from fabric.client.loop.loop_flow import (
     names_read,
     stores,
 )
+from fabric.errors import FabricError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
 _LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
 _CALLS = ("__call__", "__getitem__", "__getitems__")  # the methods that give data
 # Limits of a search: the parts of an object, their depth, the length of a list, and the functions.
 _PARTS, _DEPTH, _FEW, _FUNCTIONS = 1000, 4, 64, 300
+
+
+def search(default: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a search of the user's source say nothing where it meets what it cannot read.
+
+    ``default``: what it returns then. A fault of the search must not end a training.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def guarded(*arguments: P.args, **named: P.kwargs) -> R:
+            try:
+                return function(*arguments, **named)
+            except FabricError:
+                raise
+            except Exception:  # noqa: BLE001
+                _log.warning(
+                    "fabric could not read a part of the script, and does not check it: please report this",
+                    exc_info=True,
+                )
+                return default
+
+        return guarded
+
+    return decorate
 
 
 def kept_by_calls(things: Iterable[Any], shared: Collection[int] = ()) -> str:

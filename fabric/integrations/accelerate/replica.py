@@ -20,6 +20,7 @@ import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.gradients.buffer_choices import default_buffers
 from fabric.client.loop.loop_flow import called, dotted, ends_by, names_read, stores
+from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE
 from fabric.client.loop.user_functions import loops_around, tree_of
@@ -53,6 +54,10 @@ _WORDS = {
     "session.loader": "the DataLoader",
     ADVICE: (
         "give what keeps it to accelerator.register_for_checkpointing, or say "
+        'Accelerator(fabric={"unshared": "ignore"})'
+    ),
+    MORE_OPTIMIZERS: (
+        "give all models and optimizers to one accelerator.prepare, or say "
         'Accelerator(fabric={"unshared": "ignore"})'
     ),
 }

@@ -27,10 +27,12 @@ import torch
 import xxhash
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from fabric.client.data.loader import check_size
 from fabric.client.data.sampler import StepSampler
-from fabric.client.loop.loop_flow import assignments, called, dotted, names_read, stores
+from fabric.client.loop.later_changes import repeated
+from fabric.client.loop.loop_flow import GROWS, assignments, called, dotted, names_read, stores
 from fabric.client.loop.loop_source import refuse_memory
-from fabric.client.loop.user_functions import functions_in, loops_around, value_of
+from fabric.client.loop.user_functions import functions_in, loops_around, search, value_of
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.block_order import BlockOrder, BlockReader
@@ -77,6 +79,7 @@ _DRAWS |= {
 }
 _PURE = {"range", "enumerate", "zip", "len", "int", "float", "list", "tuple", "min", "max", "sum", "abs"}
 _PLAIN = (int, float, str, torch.Generator, random.Random)
+_ONE_SET = f", and --adopt deals out one data set whose size does not change: {OWN_WAY}"
 _WHOLE = "read the batches of an evaluation within torch.no_grad() or in eval mode"
 
 
@@ -273,6 +276,7 @@ class AdoptedData:
         pass. A shuffled pass goes on, and the iteration has as many batches as a pass.
         """
         assert self._order is not None
+        check_size(_name(self._loader), len(self._order.data.sampler), self._order.data.size)
         block = self._first + len(self._used)
         end = self._order.end(block)
         if not self._trains or not block % self._order.blocks:
@@ -381,6 +385,7 @@ class AdoptedData:
                 f"pass again: loop over the DataLoader in each epoch, or {OWN_WAY}"
             )
         refuse_memory(self._loader.collate_fn, self._loader.dataset)
+        refuse_other_data(sys._getframe(), self._loader)  # noqa: SLF001
         self._batches = self._batches or len(self._used) or 1
         blocks, left = self._order.blocks, self._order.left
         if blocks % self._batches:
@@ -481,6 +486,39 @@ class InputWatch:
             raise ConfigError(_SAME)
 
 
+@search(None)
+def refuse_other_data(frame: FrameType | None, loader: Loader) -> None:
+    """Raise ConfigError where a loop around ``frame`` trains on other data in a later pass."""
+    data = loader.dataset
+    for sources in repeated(frame):
+        for source in sources:
+            for statement in (x for x, value in source.made() if value is data):
+                raise ConfigError(
+                    f"{source.place(statement)} makes new data in each pass of a loop{_ONE_SET}"
+                )
+            for line in _growing(source.node, source.values, data):
+                raise ConfigError(f"{source.file}:{line} adds to the data in a loop{_ONE_SET}")
+
+
+def _growing(node: ast.AST, values: Mapping[str, Any], data: Any) -> Iterator[int]:
+    """Yield the lines that add to an attribute of the data set, or call a method of its class that does."""
+    for x in ast.walk(node):
+        name = ""
+        if isinstance(x, ast.AugAssign):
+            is_sized = hasattr(value_of(values, dotted(x.target)), "__len__")
+            name = dotted(x.target) if is_sized else ""
+        elif isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute):
+            name = dotted(x.func.value)
+            methods = [y for y in functions_in(data) if y.name == x.func.attr]
+            adds = any(any(_growing(y.node, y.values, data)) for y in methods)
+            if x.func.attr not in GROWS and not (adds and value_of(values, name) is data):
+                continue
+        path = name.split(".")
+        if any(value_of(values, ".".join(path[: n + 1])) is data for n in range(len(path))):
+            yield getattr(x, "lineno", 0)
+
+
+@search(None)
 def refuse_same_data(frame: FrameType | None, stream: object, replicas: int) -> None:
     """Raise ConfigError where the source shows that all replicas draw the same data by a seed of their own.
 

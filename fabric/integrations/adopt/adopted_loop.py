@@ -11,10 +11,14 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+import torch
+
 import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.data.randomness import seed_everything
 from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.loop.later_changes import ONE_TRAINING
+from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS, belongs
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
@@ -35,6 +39,7 @@ _WORDS = {
         "because a replica that joins has not measured what the others have"
     ),
     "session.loader": "the DataLoader",
+    MORE_OPTIMIZERS: OWN_WAY,
     ADVICE: "with --adopt fabric cannot share it: attach the model with fabric.client.attach(..., state=)",
 }
 
@@ -85,8 +90,13 @@ class AdoptedLoop:
             self._exchanged = True
             self._reach_update()
 
-    def on_update(self, closure: object) -> bool:
+    def on_update(self, optimizer: torch.optim.Optimizer, closure: object) -> bool:
         """Exchange if clipping has not; return whether the update is real."""
+        if self.objects is not None and not belongs(optimizer, [self.objects.optimizer]):
+            raise ConfigError(
+                f"the script trains with another {type(optimizer).__name__} than in its first step, and a "
+                f"job is one training: {ONE_TRAINING}"
+            )
         if closure is not None:
             raise ConfigError(
                 f"the script gives its optimizer a closure, which computes gradients in the step: {OWN_WAY}"

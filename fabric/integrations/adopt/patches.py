@@ -119,7 +119,7 @@ def _scaler_update(loop: "AdoptedLoop", original: Call) -> Call:
 
 def _before_step(loop: "AdoptedLoop", optimizer: Any, arguments: Any, named: Any) -> None:
     closure = arguments[1] if len(arguments) > 1 else named.get("closure")  # the optimizer comes first
-    if not loop.on_update(closure):
+    if not loop.on_update(optimizer, closure):
         # The optimizers change no parameter without a gradient.
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, refusals, rows_of
 from fabric.integrations.hook_source import Hooks, collective, kept_value
@@ -223,6 +224,7 @@ def refuse(trainer: Any, base: type, resumes: bool, trial: Any) -> None:
         raise ConfigError(
             f"{called} under FabricTrainer: leave it out of the training, or use it in an evaluation"
         )
+    refuse_later_hooks(things, {"model": trainer.model}, trainer.model)
     kept = kept_value(things, hooks)
     if kept:
         raise ConfigError(

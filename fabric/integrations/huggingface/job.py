@@ -17,6 +17,7 @@ from transformers.trainer_callback import ProgressCallback
 
 import fabric.client
 from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
@@ -33,7 +34,11 @@ _WORDS = {
     ADVICE: (
         "return it from a method shared_state() of your Trainer, as in {'ema': ema}, or say "
         "Trainer(..., fabric={'unshared': 'ignore'})"
-    )
+    ),
+    MORE_OPTIMIZERS: (
+        "let create_optimizer make it over all that it trains, as a part of the Trainer's model, or say "
+        "Trainer(..., fabric={'unshared': 'ignore'})"
+    ),
 }
 
 

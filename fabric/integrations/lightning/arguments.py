@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals
 from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
@@ -270,6 +271,7 @@ def check_kept_values(trainer: Any) -> None:
             f"{skipping} returns -1, which ends an epoch early, and the job's data are dealt out in whole "
             "epochs: give the Trainer limit_train_batches"
         )
+    refuse_later_hooks(things, given, module)
     kept = kept_value(things, hooks)
     if kept:
         raise ConfigError(

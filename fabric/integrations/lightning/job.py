@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 
 import fabric.client
 from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS
 from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
@@ -47,6 +48,10 @@ _WORDS = {
     ADVICE: (
         "give the callback that keeps it state_dict and load_state_dict, use the callback WeightAveraging, "
         'or say FabricStrategy(unshared="ignore")'
+    ),
+    MORE_OPTIMIZERS: (
+        "return it from configure_optimizers and make what it trains a part of the LightningModule, or say "
+        'FabricStrategy(unshared="ignore")'
     ),
 }
 _call: Any = importlib.import_module(f"{ROOT}.trainer.call")

@@ -1,0 +1,304 @@
+"""Reads the loops around a training for what they change after its first step, and the job cannot follow.
+
+A loop that makes its optimizer again trains a second time. One that freezes or unfreezes a part of the model
+in a later epoch changes what is exchanged. Both are refused before the first step, where the source shows
+them. Where it does not, the watches of the training end it later.
+"""
+
+import ast
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+
+from fabric.client.loop.loop_flow import called, carry, dotted, inside, made_from, names_read, stores
+from fabric.client.loop.optimizer_watch import OptimizerWatch, belongs
+from fabric.client.loop.user_functions import (
+    attributes_of,
+    callee,
+    functions_in,
+    functions_of,
+    is_of_user,
+    loops_around,
+    search,
+    value_of,
+)
+from fabric.errors import ConfigError
+
+ONE_TRAINING = (
+    "make it once before the loop, or run each training as a job of its own, in a process of its own"
+)
+SAME_PARAMETERS = (
+    "let it require gradients all the time, and give it to the optimizer later or set the learning rate of "
+    "its group to 0"
+)
+_DEPTH = 3  # functions that call one another
+# Methods of Lightning and transformers that run in a training, and attributes that count there.
+_HOOKS = ("on_train", "on_epoch", "on_step", "training_step", "compute_loss", "optimizer_step")
+_COUNTS = ("current_epoch", "epoch", "global_step", "step", "batch_idx")
+_LATE = "(late)"  # a name that no source has
+_ALL = ("parameters", "named_parameters", "modules", "children", "named_children", "values", "items")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A piece of the user's source that runs now, with the objects of its names."""
+
+    node: ast.AST
+    values: Mapping[str, Any]
+    file: str
+
+    def place(self, node: ast.stmt | ast.expr) -> str:
+        """Return the place of a part for a sentence."""
+        return f"{self.file}:{node.lineno}"
+
+    def value(self, node: ast.expr) -> Any:
+        """Return the object of an expression, or None."""
+        return node.value if isinstance(node, ast.Constant) else value_of(self.values, dotted(node))
+
+    def made(self) -> Iterator[tuple[ast.Assign, Any]]:
+        """Yield each assignment of an object that a class or function makes in each pass, and the object."""
+        branches = [x for x in ast.walk(self.node) if isinstance(x, ast.If | ast.Match | ast.ExceptHandler)]
+        at_times = {y for x in branches for y in ast.walk(x)}
+        for x in (y for y in ast.walk(self.node) if y not in at_times):
+            if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call):
+                maker = callee(self.values, dotted(x.value.func))
+                for name in stores(x.targets):
+                    value = value_of(self.values, name)
+                    if value is not None and makes(maker, type(value)):
+                        yield x, value
+
+
+def repeated(frame: FrameType | None) -> Iterator[list[Source]]:
+    """Yield, from ``frame`` outward, each loop that may run more than once, and the functions within it.
+
+    Only the outermost loop of a frame counts. The functions are those that the loop has called by now.
+    """
+    loops = {id(x): around for x, around in loops_around(frame)}
+    within: list[Source] = []
+    while frame is not None:
+        code, values = frame.f_code, {**frame.f_globals, **frame.f_locals}
+        file = Path(code.co_filename).name
+        around = [x for x in loops.get(id(frame), ()) if not _runs_once(x, values)]
+        if around:
+            yield [Source(around[0], values, file), *within]
+        if is_of_user(code.co_filename) and code.co_flags & inspect.CO_NEWLOCALS:
+            node = functions_of(code.co_filename).get(code.co_firstlineno)
+            within += [Source(node, values, file)] if node is not None else []
+        frame = frame.f_back
+
+
+@search(None)
+def refuse_later_changes(frame: FrameType | None, model: torch.nn.Module, watch: OptimizerWatch) -> None:
+    """Raise ConfigError where a loop around ``frame`` trains again, or changes what requires gradients.
+
+    Also where it lets an optimizer make steps that ``watch`` would refuse later.
+    """
+    optimizers, states = watch.attached, _States({id(p) for p in model.parameters()})
+    for sources in repeated(frame):
+        for optimizer in _stepping(sources[0]):
+            if not belongs(optimizer, optimizers):
+                watch.refuse(optimizer, lasts=True)
+        for source in sources:
+            for statement, value in source.made():
+                if any(value is x for x in optimizers) or _trains(value, optimizers):
+                    raise ConfigError(
+                        f"{source.place(statement)} makes a new {type(value).__name__} in each pass of a "
+                        f"loop, and a job is one training: {ONE_TRAINING}"
+                    )
+        loop = sources[0]
+        states.refuse(loop, _changing(loop.node))
+
+
+@search(None)
+def refuse_later_hooks(things: Iterable[Any], given: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Raise ConfigError where a hook of ``things`` changes in a later step what requires gradients.
+
+    ``given``: names of the hooks' arguments with what they get.
+    """
+    states = _States({id(p) for p in model.parameters()})
+    for function in (x for thing in things for x in functions_in(thing, given)):
+        if function.name.startswith(_HOOKS):
+            tests = [x.test for x in ast.walk(function.node) if isinstance(x, ast.If)]
+            counts = {x for x in names_read(function.node) if x.rpartition(".")[2] in _COUNTS}
+            file = function.place(0).partition(":")[0]
+            states.refuse(Source(function.node, function.values, file), counts.union(*map(names_read, tests)))
+
+
+def _stepping(loop: Source) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers that a loop lets make a step, and has not made itself."""
+    own = set(stores([loop.node]))
+    for x in ast.walk(loop.node):
+        if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr == "step":
+            value = value_of(loop.values, dotted(x.func.value))
+            if isinstance(value, torch.optim.Optimizer) and dotted(x.func.value) not in own:
+                yield value
+
+
+def makes(maker: Any, kind: type, depth: int = 0) -> bool:
+    """Return whether a call of ``maker`` makes an object of a class: it is this class, or calls it."""
+    if isinstance(maker, type):
+        return maker is not object and issubclass(kind, maker)
+    function, owner = getattr(maker, "__func__", maker), getattr(maker, "__self__", None)
+    if depth == _DEPTH or not isinstance(function, FunctionType):
+        return False
+    return any(
+        makes(callee(x.values, dotted(call.func)), kind, depth + 1)
+        for x in functions_in(function if owner is None else owner)
+        if x.function is function
+        for call in ast.walk(x.node)
+        if isinstance(call, ast.Call)
+    )
+
+
+def _trains(value: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Whether an object is a framework's Trainer, or one of the user's that has made its optimizer itself."""
+    kind: Any = type(value)
+    if any(x.__name__ == "Trainer" and hasattr(x, "__module__") and not _is_users(x) for x in kind.__mro__):
+        return True
+    own = {id(x) for x in attributes_of(value).values()}
+    return any(
+        id(optimizer) in own and makes(callee(x.values, dotted(call.func)), type(optimizer))
+        for optimizer in optimizers
+        for x in functions_in(value)
+        for call in ast.walk(x.node)
+        if isinstance(call, ast.Call)
+    )
+
+
+def _is_users(kind: type) -> bool:
+    try:
+        return is_of_user(inspect.getfile(kind))
+    except (TypeError, OSError):
+        return True
+
+
+def _runs_once(loop: ast.For | ast.AsyncFor | ast.While, values: Mapping[str, Any]) -> bool:
+    """Whether a loop has one pass: it goes over one thing, or ends its pass by ``break`` or ``return``."""
+    for node, is_own in inside(loop):
+        if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and is_own):
+            branches = (x for x in ast.walk(loop) if isinstance(x, ast.If | ast.Match | ast.ExceptHandler))
+            if not any(node in ast.walk(x) for x in branches):
+                return True
+    if isinstance(loop, ast.While):
+        return False
+    over = loop.iter
+    if isinstance(over, ast.List | ast.Tuple):
+        return len(over.elts) == 1
+    if isinstance(over, ast.Call) and called(over) == "range" and len(over.args) == 1:
+        return bool(Source(loop, values, "").value(over.args[0]) == 1)
+    given = value_of(values, dotted(over))
+    return isinstance(given, list | tuple | dict) and len(given) == 1
+
+
+# --- what requires gradients --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Finds what freezes or unfreezes parts of a model. ``parameters``: the ids of those of the model."""
+
+    parameters: set[int]
+
+    def refuse(self, source: Source, changing: set[str]) -> None:
+        """Raise ConfigError where a source does so in a later pass. ``changing``: names that change by then.
+
+        A loop that does both goes to and fro within a step, as that of a GAN.
+        """
+        found = list(self._sets(source, changing))
+        late = [(node, state) for node, state, is_later in found if is_later]
+        if late and len({state for _, state, _ in found}) == 1:
+            node, state = late[0]
+            raise ConfigError(
+                f"{source.place(node)} {'unfreezes' if state else 'freezes'} a part of the model in a later "
+                f"step, and the job exchanges what requires gradients at its first step: {SAME_PARAMETERS}"
+            )
+
+    def _sets(self, source: Source, changing: set[str], depth: int = 0) -> Iterator[tuple[Any, bool, bool]]:
+        """Yield each node that sets a state, the state, and whether it changes one in a later pass."""
+        tests = [x for x in ast.walk(source.node) if isinstance(x, ast.If) and names_read(x.test) & changing]
+        under = {y for x in tests for part in (*x.body, *x.orelse) for y in ast.walk(part)}
+        for x in ast.walk(source.node):
+            target, value = _sets_state(x)
+            if target is not None and value is not None:
+                states = [state for thing in _things(source, target) for state in self._of(thing)]
+                given = source.value(value)
+                is_late = x in under or bool(names_read(value) & changing)
+                wants = not all(states) if names_read(value) & changing or given is None else bool(given)
+                if states:
+                    yield x, wants, is_late and any(state != wants for state in states)
+            elif isinstance(x, ast.Call) and depth < _DEPTH and dotted(x.func):
+                for inner, late in _entered(source, x, x in under, changing):
+                    yield from ((x, wants, later) for _, wants, later in self._sets(inner, late, depth + 1))
+
+    def _of(self, thing: Any) -> list[bool]:
+        """Return whether the parameters of a module of the model, or a parameter, require gradients."""
+        parts = list(thing.parameters() if isinstance(thing, torch.nn.Module) else [thing])
+        return [x.requires_grad for x in parts] if any(id(x) in self.parameters for x in parts) else []
+
+
+def _entered(
+    source: Source, call: ast.Call, is_late: bool, changing: set[str]
+) -> Iterator[tuple[Source, set[str]]]:
+    """Yield the user's function that a call runs, and its names that have another value in a later pass.
+
+    ``is_late``: the call itself comes in a later pass, so that all of the function does.
+    """
+    thing = callee(source.values, dotted(call.func))
+    function, owner = getattr(thing, "__func__", thing), getattr(thing, "__self__", None)
+    if not isinstance(function, FunctionType):
+        return
+    for x in functions_in(function if owner is None else owner):
+        if x.function is function:
+            names = [y.arg for y in x.node.args.args if y.arg != x.me]
+            given = dict(zip(names, call.args, strict=False))
+            given |= {y.arg: y.value for y in call.keywords if y.arg}
+            defaults = function.__defaults__ or ()
+            values = {**x.values, **dict(zip(names[len(names) - len(defaults) :], defaults, strict=False))}
+            values |= {name: source.value(y) for name, y in given.items()}
+            late = {name for name, y in given.items() if names_read(y) & changing}
+            node = ast.If(ast.Name(_LATE, ast.Load()), x.node.body, []) if is_late else x.node
+            yield Source(node, values, source.file), late | {_LATE}
+
+
+def _changing(loop: ast.AST) -> set[str]:
+    """Return the names that have another value in a later pass of a loop."""
+    loops = [x for x in ast.walk(loop) if isinstance(x, ast.For | ast.AsyncFor)]
+    carried = dict[str, int]()
+    carry([loop], set(), carried)  # type: ignore[list-item]
+    return made_from(loop, {name for x in loops for name in stores([x.target])} | set(carried))
+
+
+def _sets_state(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
+    """Return the thing whose ``requires_grad`` a node sets, and the expression of the new value."""
+    if isinstance(node, ast.Assign):
+        target = node.targets[0]
+        if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
+            return target.value, node.value
+    elif (
+        isinstance(node, ast.Call)
+        and called(node) == "requires_grad_"
+        and isinstance(node.func, ast.Attribute)
+    ):
+        given = [*node.args, *(x.value for x in node.keywords)]
+        return node.func.value, given[0] if given else ast.Constant(True)
+    return None, None
+
+
+def _things(source: Source, target: ast.expr) -> Iterator[Any]:
+    """Yield the objects that an expression names: also those over which its name goes in a loop."""
+    name = dotted(target)
+    loops = [x for x in ast.walk(source.node) if isinstance(x, ast.For) and name in set(stores([x.target]))]
+    for loop in loops:
+        over = loop.iter
+        while isinstance(over, ast.Call) and called(over) in _ALL and isinstance(over.func, ast.Attribute):
+            over = over.func.value
+        yield from _things(source, over)
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    if not loops and (value := value_of(source.values, dotted(target))) is not None:
+        yield value

@@ -74,3 +74,13 @@ def test_a_collate_function_draws_the_same_numbers_on_every_replica():
         torch.rand(before)
         drawn.append([loader.fetch(3, 1), loader.fetch(3, 2)])
     assert drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1]
+
+
+def test_a_data_set_of_another_size_is_refused_when_a_pass_begins():
+    data = list(range(8))
+    loader = loader_of(data, SamplePlan(8, 4, 2, seed=0))
+    loader.begin_step(0)
+    data.append(8)
+    loader.begin_step(1)
+    with pytest.raises(ConfigError, match="the list has 9 samples and had 8 when the training began"):
+        loader.begin_step(2)

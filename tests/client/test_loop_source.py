@@ -13,6 +13,7 @@ import torch
 
 import fabric.client
 from fabric.client.loop.loop_source import carried_names, check_exchange_loop, unbound_names
+from fabric.client.loop.user_functions import search
 from fabric.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -556,3 +557,18 @@ def test_the_first_call_refuses_best_weights_that_the_loop_keeps(monkeypatch, tm
 @pytest.mark.parametrize("body", NOT_KEPT.values(), ids=NOT_KEPT)
 def test_what_a_loop_keeps_for_itself_is_left_alone(monkeypatch, tmp_path, body):
     run_steps(monkeypatch, tmp_path, body)
+
+
+def test_a_search_that_fails_ends_no_training(caplog):
+    @search("")
+    def broken():
+        raise RecursionError
+
+    @search("")
+    def refusing():
+        raise ConfigError("a sentence")
+
+    assert broken() == ""
+    assert "does not check it" in caplog.text
+    with pytest.raises(ConfigError, match="a sentence"):
+        refusing()

@@ -12,6 +12,7 @@ with another seed on each replica. It is refused where all replicas draw the sam
 """
 
 import ast
+import functools
 import gc
 import itertools
 import linecache
@@ -445,10 +446,12 @@ class InputWatch:
     """Finds replicas that all compute the same data, by a number that each makes of its inputs.
 
     The sums of the numbers and of their squares are metrics of the step, so all members judge alike.
+    ``draws``: the innermost loop may draw its data, so that only the inputs of the first steps may be equal.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, draws: bool = True) -> None:
         self._steps = self._alike = 0
+        self._draws = draws
         self._number = 0
         self._sees_input = False
         self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
@@ -465,8 +468,8 @@ class InputWatch:
         """Return this step's numbers for the metrics; none before the third step, see ``judge``."""
         number, self._number = self._number, 0
         self._steps += 1
-        # Loops draw one batch ahead, and draw the first before they have a seed of their own.
-        if self._steps < 4:
+        # The first step's forward is over. Loops draw one batch ahead, and the first before they have a seed.
+        if self._steps < (4 if self._draws else 2):
             return {}
         if not self._sees_input:
             raise ConfigError(
@@ -482,8 +485,34 @@ class InputWatch:
         count = metrics.get("fabric.inputs", 0.0)
         alike = count > 1 and count * metrics["fabric.squares"] == metrics["fabric.sum"] ** 2
         self._alike = self._alike + 1 if alike else 0
-        if self._alike == _ALIKE:
+        if self._alike == (_ALIKE if self._draws else 1):
             raise ConfigError(_SAME)
+
+
+@search(True)
+def draws_data(frame: FrameType | None) -> bool:
+    """Return whether the innermost loop may draw the inputs of its model, as far as its source shows.
+
+    A loop over a permutation that an outer loop has drawn does not.
+    """
+    around = next(iter(loops_around(frame)), None)
+    if around is None:
+        return True
+    inner, loops = around
+    values, loop = {**inner.f_globals, **inner.f_locals}, loops[-1]
+    names, made = _made_inputs(loop, values)
+    heads = [x.iter for x in ast.walk(loop) if isinstance(x, ast.For) and set(stores([x.target])) & names]
+    calls = [x for part in (*heads, *(y for _, y in made)) for x in ast.walk(part) if isinstance(x, ast.Call)]
+    return not names or any(map(functools.partial(_may_draw, values), calls))
+
+
+def _may_draw(values: Mapping[str, Any], call: ast.Call) -> bool:
+    name = called(call)
+    if isinstance(call.func, ast.Name):
+        return name not in _PURE
+    owner = value_of(values, dotted(call.func).rpartition(".")[0])
+    is_other = isinstance(owner, ModuleType) and owner is not torch
+    return name in _DRAWS or name.endswith("_") or is_other
 
 
 @search(None)
@@ -544,18 +573,28 @@ def refuse_same_data(frame: FrameType | None, stream: object, replicas: int) -> 
 
 def _inputs_alike(loop: ast.stmt, values: Mapping[str, Any]) -> bool:
     """Whether the loop makes what its model gets from generators of the script's own and from numbers."""
-    calls = [x for x in ast.walk(loop) if isinstance(x, ast.Call)]
-    modules = [x for x in calls if isinstance(value_of(values, dotted(x.func)), torch.nn.Module)]
-    names = {name for x in modules[:1] for part in x.args for name in names_read(part)}
-    own, size = dict.fromkeys(stores([loop])), -1
-    while size != len(names):
-        size = len(names)
-        made = [(stored, value) for _, stored, value in assignments(loop) if stored & names]
-        names |= {name for _, value in made for name in names_read(value) if name in own}
+    own = dict.fromkeys(stores([loop]))
+    names, made = _made_inputs(loop, values)
     parts = [x for _, value in made for x in ast.walk(value)]
     is_drawn = any(isinstance(x, ast.keyword) and x.arg == "generator" for x in parts)
     is_made_here = names <= {name for stored, _ in made for name in stored}
     return is_drawn and is_made_here and all(_draws_alike(x, {**values, **own}, ()) for _, x in made)
+
+
+def _made_inputs(
+    loop: ast.stmt, values: Mapping[str, Any]
+) -> tuple[set[str], list[tuple[set[str], ast.expr]]]:
+    """Return the names from which the loop makes what its model gets, and its assignments of them."""
+    own = set(stores([loop]))
+    calls = [x for x in ast.walk(loop) if isinstance(x, ast.Call)]
+    modules = [x for x in calls if isinstance(value_of(values, dotted(x.func)), torch.nn.Module)]
+    names = {name for x in modules[:1] for part in x.args for name in names_read(part)}
+    made, size = list[tuple[set[str], ast.expr]](), -1
+    while size != len(names):
+        size = len(names)
+        made = [(stored, value) for _, stored, value in assignments(loop) if stored & names]
+        names |= {name for _, value in made for name in names_read(value) if name in own}
+    return names, made
 
 
 def _draws_alike(node: ast.AST, values: Mapping[str, Any], methods: Collection[str]) -> bool:

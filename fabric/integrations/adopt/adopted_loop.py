@@ -23,7 +23,7 @@ from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
-from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch
+from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch, draws_data
 from fabric.integrations.adopt.living_objects import OWN_WAY, SchedulePosition, TrainingObjects
 from fabric.integrations.adopt.repeated_outputs import RepeatedOutputs
 from fabric.integrations.adopt.script_gradients import ScriptGradients
@@ -234,7 +234,7 @@ class AdoptedLoop:
         if self.data.sampler is not None:
             session.draw_from(self.data.sampler)
         else:
-            self._inputs = InputWatch(objects.model)
+            self._inputs = InputWatch(objects.model, draws_data(sys._getframe(1)))  # noqa: SLF001
         averaged = ", its buffers averaged" if buffers == "average" else ""
         sys.stderr.write(
             f"fabric: {self._settings.replica}: adopted {objects.describe()}{averaged} and "

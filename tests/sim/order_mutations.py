@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 from sim.faults import Aims
 
-from fabric.model import Record
+from fabric.model import Member, Record
 from fabric.protocol.leader.admission import Admission
+from fabric.protocol.leader.evictions import Evictions
 from fabric.protocol.leader.evidence import FailureEvidence, Penalty
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.starts import Starts
 
 Patch = pytest.MonkeyPatch
@@ -40,6 +42,27 @@ def one_failure_is_forgiven(patch: Patch) -> None:
         return found
 
     patch.setattr(FailureEvidence, "find_penalties", penalties)
+
+
+def count_a_cut_link_against_a_replica(patch: Patch) -> None:
+    leave_out = RingRebuilder._leave_out
+
+    def left_out(rebuilder: RingRebuilder, member: Member, why: str) -> None:
+        leave_out(rebuilder, member, why)
+        rebuilder.state.epoch.not_counted_as_failure.discard(member.replica)
+
+    patch.setattr(RingRebuilder, "_leave_out", left_out)
+
+
+def count_no_death(patch: Patch) -> None:
+    schedule = Evictions.schedule
+
+    def scheduled(evictions: Evictions, replica: str, reason: str) -> None:
+        schedule(evictions, replica, reason)
+        if reason.startswith("its process is gone"):
+            evictions.state.epoch.not_counted_as_failure.add(replica)
+
+    patch.setattr(Evictions, "schedule", scheduled)
 
 
 def begin_again_with_the_penalised(patch: Patch) -> None:
@@ -80,11 +103,16 @@ AFTER_AN_EVICTION: Aims = (("commit", "kill trainer"), ("decided", "lighthouse c
 # All processes die after the leader has evicted a member.
 ALL_AFTER_AN_EVICTION: Aims = (("commit", "kill trainer"), ("decided", "kill everybody"))
 
+# Links between members are cut, so the leader evicts members that did not fail.
+CUT_LINKS: Aims = (("commit", "partition"), ("commit", "partition"))
+
 ORDERS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
     mutation.__name__: (mutation, aims)
     for mutation, aims in (
         (let_the_penalised_in, ()),
         (forget_the_evidence_of_the_last_leader, AFTER_AN_EVICTION),
+        (count_a_cut_link_against_a_replica, CUT_LINKS),
+        (count_no_death, ()),
         (let_a_suspect_in_beside_a_full_job, ()),
         (one_failure_is_forgiven, ()),
         (begin_again_with_the_penalised, ALL_AFTER_AN_EVICTION),

@@ -4,13 +4,46 @@ The checker sees the store's records, the replicas' messages and the operators' 
 only evidence that counts by every clock, because clocks and times of day go wrong.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 
 from fabric.model import Record
+from fabric.protocol.leader.record_writer import MAX_REASON_CHARACTERS
 
-# An eviction with one of these reasons was asked for by the member or by an operator.
-NO_FAILURE = ("evicted by ", "it cannot go on: ")
+# The leader's reasons for an eviction that are failures of the member.
+FAILURES = (
+    "its process is gone",
+    "a newer process of it has registered and found this one gone",
+    "its host is gone, says ",
+    "the process of its rank ",
+    "its trainer has been stopped for ",
+    "its session ended ",
+    "its host has been silent for ",
+    "it lives, but did not answer epoch ",
+    "it was in user code while the others waited for ",
+    "it was busy with ",
+    "the others waited .* s for its state, which did not arrive",
+    "all others waited for it in ",
+    "peers could not reach it ",
+    ".* disagrees? with .* about ",
+)
+# Those that are not: an operator or the member has asked for the eviction, or a link is cut.
+NO_FAILURES = (
+    "evicted by ",
+    "it cannot go on: ",
+    "it and .* cannot reach each other",
+    "it and .* cannot exchange messages of ",
+    "the others could not link to it, and have not waited for it",
+)
+
+
+def is_failure(why: str) -> bool:
+    """Whether an eviction for this reason is a failure of the member. Each reason has a row in one table."""
+    found = [table for table in (FAILURES, NO_FAILURES) if any(re.match(x, why) for x in table)]
+    if len(found) != 1:
+        raise LookupError(f"give this reason for an eviction a row in one table of sim/penalties.py: {why}")
+    return found[0] is FAILURES
 
 
 class Penalties:
@@ -45,6 +78,7 @@ class Penalties:
         # number of records that admitted a replica on a suspect host, because members were missing
         self.suspects = 0
         self.met = 0  # number of records written while a replica was kept out
+        self.no_failures = 0  # number of evictions that are no failures of the members
 
     def asked(self, record: Record) -> None:
         """Note the time at which a leader begins to write the record, because the leader knew only earlier
@@ -90,20 +124,35 @@ class Penalties:
         if after.generation == before.generation and suspects and len(suspects) > max(0, room - others):
             return f"{sorted(suspects)} came in with epoch {after.epoch} although the job had its members"
         if after.is_forced and after.epoch > before.epoch and after.generation == before.generation:
-            self._count(before, after, at)
+            unlike = self._count(before, after, at)
+            if unlike:
+                return unlike
         if not wrong or not enough:
             return ""
         return f"{wrong} came in with epoch {after.epoch}: {self._limit} failures in {self._window_s:g} s"
 
-    def _count(self, before: Record, after: Record, at: float) -> None:
-        whys = dict(part.partition(" evicted: ")[::2] for part in after.reason.split("; "))
+    def _count(self, before: Record, after: Record, at: float) -> str:
+        """Count the failures for which ``after`` leaves members out; return how the record differs."""
+        noted = {x.replica for x in after.failures if x.epoch == before.epoch}
+        parts = after.reason.split("; ")
+        if len(after.reason) == MAX_REASON_CHARACTERS:
+            parts.pop()  # it may be cut
+        whys = dict(part.partition(" evicted: ")[::2] for part in parts)
         for member in before.roster:
-            why = whys.get(member.replica, "")
-            if not why or why.startswith(NO_FAILURE) or after.lists(member.replica, member.incarnation):
+            name, why = member.replica, whys.get(member.replica, "")
+            if not why or after.lists(name, member.incarnation):
                 continue
-            self._perhaps[member.replica].append(at)
-            if (member.replica, member.incarnation) not in self._excused:
-                self._failures[member.replica].append(at)
+            if not is_failure(why):
+                self.no_failures += 1
+                if name in noted:
+                    return f"epoch {after.epoch} counts a failure of {name}, which was evicted: {why}"
+                continue
+            self._perhaps[name].append(at)
+            if (name, member.incarnation) not in self._excused:
+                self._failures[name].append(at)
+                if self._limit and name not in noted:
+                    return f"epoch {after.epoch} does not count that {name} was evicted: {why}"
+        return ""
 
     def _is_kept_out(self, name: str, at: float) -> bool:
         """Return whether every leader must keep the replica out, because it failed too often."""

@@ -43,7 +43,7 @@ def job_line(job: Job, absent: list[Absence] | None = None) -> dict[str, Any]:
         "paused": record.overrides.paused if record else "",
         "failed": job.core.endings.refused_for,
         "headline": headline(job.core, absent),
-        "waiting_for": waiting_for(job.core, job.now),
+        "waiting_for": waiting_for(job.core, job.now, job.history.left_by),
     }
 
 

@@ -170,7 +170,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     table = _table(columns, [_row(entry, role, speeds, wide) for entry, role in rows], width)
     lighthouse, store = job["lighthouse"], job["store"]
     ledger = job.get("ledger") or {}
-    led = f"led by {lighthouse['url']} over store {store['id']}"
+    led = [Text(f"led by {lighthouse['url']} over store {store['id']}", style="dim")]
     lines = [title + because]
     if not job["complete"]:
         waits = (
@@ -199,7 +199,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
         Text(f"durable checkpoints of {replica} fail: {why}", style="bold red")
         for replica, why in job.get("durable_failing", {}).items()
     ]
-    return Group(*head, *map(Text, lines), table, *addresses, Text(led, style="dim"))
+    return Group(*head, *map(Text, lines), table, *addresses, *([] if "as_of" in job else led))
 
 
 def _table(columns: list[str], rows: list[list[Text]], width: int) -> Table:

@@ -115,6 +115,13 @@ def test_a_long_sentence_of_the_first_line_stands_on_the_screen_once():
     assert why in kept, "a spare's reason stands in no first line"
 
 
+def test_a_dated_picture_names_no_leader():
+    """It said "led by http://l over store", without a store, while no lighthouse led."""
+    assert printed(job({}))[-1] == "led by http://l over store s"
+    dated = printed({**job({}), "as_of": 0.0, "not_led_because": "its lease ended"})
+    assert dated[0].startswith("as of 1970") and not any("led by" in line for line in dated)
+
+
 def test_each_member_has_its_speed_and_its_part_of_the_micro_batches():
     lines = printed(job({"r0": 1.0, "r1": 0.487}))
     assert cells(lines, "replica")[4:8] == ["step", "s/step", "speed", "share"]

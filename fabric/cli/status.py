@@ -31,6 +31,8 @@ _LONGEST_WORD = 30
 _LONG = 20
 # The first line of a job that is as it should be; the lighthouse's page has the same pattern.
 WHOLE = re.compile(r"complete: .*|(\d+) of \1 replicas?")
+# The first line tells a longer verdict, and the table does not repeat it.
+_LONGEST_VERDICT = 60
 # The most failed hosts that the output names.
 _HOSTS = 5
 
@@ -150,12 +152,17 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     record = job["record"] or {}
     title = f"job {job['job']}: generation {job['generation']}, epoch {job['epoch']}, step {job['step']}"
     title += f", loss {job['loss']}" if job.get("loss") else ""
-    because = f" ({record['reason']})" if record.get("reason") else ""
+    because = record.get("reason", "")
+    because = f" ({because})" if because and because not in job.get("headline", "") else ""
     rows = [(member, _role(member)) for member in job["members"]]
     rows += [(joiner, "spare" if joiner.get("spare") else "outside") for joiner in job["joiners"]]
     shown = {entry["replica"] for entry, _ in rows}
     absent = job.get("absent", ())  # a lighthouse of an older release has none
     rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
+    first = job.get("headline", "")
+    told = {entry["verdict"] for entry, _ in rows if len(entry["verdict"]) > _LONGEST_VERDICT}
+    told = {verdict for verdict in told if verdict.partition(", since ")[0] in first}
+    rows = [({**x, "verdict": "see above"} if x["verdict"] in told else x, role) for x, role in rows]
     wide = width >= _WIDE
     speeds = _speeds(job)
     columns = ["replica", "role", "host", "phase", "step", *(["s/step", "speed", "share"] if speeds else [])]
@@ -163,7 +170,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     table = _table(columns, [_row(entry, role, speeds, wide) for entry, role in rows], width)
     lighthouse, store = job["lighthouse"], job["store"]
     ledger = job.get("ledger") or {}
-    led = f"led by {lighthouse['url']} over store {store['id']}"
+    led = [Text(f"led by {lighthouse['url']} over store {store['id']}", style="dim")]
     lines = [title + because]
     if not job["complete"]:
         waits = (
@@ -185,7 +192,6 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     has_addresses = any(column.header == "checkpoint server" for column in table.columns)
     below = [] if has_addresses else [_address(entry) for entry, _ in rows if entry["ckpt"]]
     addresses = (Text(line, no_wrap=True, overflow="ignore") for line in below)
-    first = job.get("headline", "")
     head = [Text(first, style="bold green" if WHOLE.fullmatch(first) else "bold red")] if first else []
     if "as_of" in job:
         head = [Text(f"as of {_dated(job)}: {first}", style="bold yellow")]
@@ -193,7 +199,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
         Text(f"durable checkpoints of {replica} fail: {why}", style="bold red")
         for replica, why in job.get("durable_failing", {}).items()
     ]
-    return Group(*head, *map(Text, lines), table, *addresses, Text(led, style="dim"))
+    return Group(*head, *map(Text, lines), table, *addresses, *([] if "as_of" in job else led))
 
 
 def _table(columns: list[str], rows: list[list[Text]], width: int) -> Table:

@@ -99,6 +99,29 @@ def test_failing_checkpoints_and_the_loss_stand_in_the_first_lines():
     assert str(_job(shown, 110).renderables[1].style) == "bold red"
 
 
+def test_a_long_sentence_of_the_first_line_stands_on_the_screen_once():
+    """A replica that was kept out had a verdict of twenty lines, and a failure was told three times."""
+    why = "replica late failed 3 times, last: its process is gone; it is not admitted before 03:43:22 UTC"
+    body = job({})
+    body["joiners"][0]["verdict"] = why
+    out = " ".join(
+        " ".join(printed({**body, "headline": f"2 of 3 replicas; late outside ({why}, h9)"})).split()
+    )
+    assert out.count("not admitted") == 1 and "see above" in out
+    failed = "failed: r3 failed at step 7: ValueError"
+    out = " ".join(printed({**job({}), "headline": failed, "record": {"reason": failed}}))
+    assert out.count("ValueError") == 1
+    kept = " ".join(printed({**body, "headline": "2 of 2 replicas"}, 300))
+    assert why in kept, "a spare's reason stands in no first line"
+
+
+def test_a_dated_picture_names_no_leader():
+    """It said "led by http://l over store", without a store, while no lighthouse led."""
+    assert printed(job({}))[-1] == "led by http://l over store s"
+    dated = printed({**job({}), "as_of": 0.0, "not_led_because": "its lease ended"})
+    assert dated[0].startswith("as of 1970") and not any("led by" in line for line in dated)
+
+
 def test_each_member_has_its_speed_and_its_part_of_the_micro_batches():
     lines = printed(job({"r0": 1.0, "r1": 0.487}))
     assert cells(lines, "replica")[4:8] == ["step", "s/step", "speed", "share"]

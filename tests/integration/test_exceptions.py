@@ -84,6 +84,21 @@ def test_exchanges_that_fail_in_a_row_raise_in_the_loop(zygote, tmp_path):
         assert job.codes == {"r0": 0, "r1": 0}, "new processes of both go on with the job"
 
 
+def test_the_end_of_a_notebooks_cell_says_that_the_others_wait_and_how_to_end_it(zygote, tmp_path):
+    """After a loop left by ``break`` the others waited for half an hour, and the notebook was silent."""
+    pytest.importorskip("IPython")
+    given = {"TEST_TRAINER": "notebook_trainer", "TINY_STEPS": "30", "FABRIC_USER_CODE_S": "1800"}
+    with Job(zygote, tmp_path, replicas=2, environment=given) as job:
+        job.start("r0", NOTEBOOK_CELL="pass")
+        job.start("r1")
+        job.wait_for(lambda: "the kernel goes on" in job.said("r0"), "the last cell of r0")
+        said = job.said("r0")
+        assert said.count("for FABRIC_USER_CODE_S (1800 s) at most") == 2, "at steps 5 and 10"
+        job.kill("r0")
+        job.wait_for(lambda: job.ended("r1") is not None, "the end of r1")
+        assert job.ended("r1") == 0, "it went on alone, as the sentence says"
+
+
 @pytest.mark.parametrize("cell", ["raise ValueError('a mistake')", "raise KeyboardInterrupt", "a b"])
 def test_an_error_in_a_notebooks_cell_ends_its_replica_alone(zygote, tmp_path, cell):
     pytest.importorskip("IPython")

@@ -329,7 +329,7 @@ def given_up(watched: Watched) -> None:
 
 def ended_by_a_signal(watched: Watched) -> None:
     watched.evict("c")
-    watched.log.launches.take(_launched("SIGTERM ended its launcher", is_stopped=True))
+    watched.log.launches.take(_launched("SIGTERM ended its launcher", stopped_by=15))
 
 
 def refused(watched: Watched) -> None:

@@ -75,6 +75,9 @@ async def test_metrics_tell_a_finished_job_from_a_stalled_job(lighthouse, http, 
         return [key for key, is_so in told.items() if is_so] == [("complete", done), ("failed", failed)]
 
     await eventually(is_told, "both to be told")
+    body = (await get(http, f"{lighthouse.url}/v1/jobs/{failed}"))[1]
+    assert body["headline"].endswith("ValueError: of the user's")
+    assert body["waiting_for"] == "a person, to mend what failed and say `fabric retry`"
     await close_all(members)
 
 

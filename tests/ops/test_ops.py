@@ -520,6 +520,7 @@ ALERTS: dict[str, set[str]] = {
     "FabricStoreWritesFail": {"what", "outcome"},
     "FabricStoreSlow": set(),
     "FabricStepsStandStill": {"job"},
+    "FabricEveryLauncherEnded": {"job"},
     "FabricJobFailed": {"job"},
     "FabricReplicaDown": {*_ONE_REPLICA, "why"},
     "FabricMembersMissing": {"job"},  # replicas that this leader has never seen

@@ -291,7 +291,7 @@ class Launcher:
     def _report(self, why: str, *, gave_up: bool) -> None:
         """Tell the lighthouse how the newest attempt ended."""
         if self._reporter is not None:
-            report = AttemptReport(self._attempts, why, self._last_line, gave_up, bool(self._ended_by))
+            report = AttemptReport(self._attempts, why, self._last_line, gave_up, self._ended_by)
             self._reporter.tell(report)
             if gave_up:
                 self._reporter.finish()

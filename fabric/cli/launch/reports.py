@@ -38,7 +38,7 @@ class AttemptReport:
     why: str
     last_line: str  # of standard error; empty: the launcher does not read it
     gave_up: bool  # the launcher starts the replica no more
-    stopped: bool  # a signal ended the launcher
+    stopped: int  # the signal that ended the launcher; 0: none
 
 
 class Reporter:

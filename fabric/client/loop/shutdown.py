@@ -32,6 +32,11 @@ BARE = (
 
 # The last words of a session in a notebook.
 CELL_FAILED = "an error in a cell ended this session, and other replicas go on; restart the kernel to train"
+# What a cell's end means for the job, as after a loop that was left by ``break``.
+CELL_ENDED = (
+    "this cell has ended, and the other replicas wait for this one's next step, for FABRIC_USER_CODE_S "
+    "({user_code_s:g} s) at most: train on in another cell, or restart the kernel, and they go on without it"
+)
 
 
 def start_line(job: str, durable: bool, step: int, generation: int, progress: LoopProgress) -> str:
@@ -76,6 +81,7 @@ class Shutdown:
         self._progress = progress
         self._unheard: JobEnd | None = None  # the job's end, where no lighthouse knows of this end yet
         self._pid = os.getpid()
+        self._cell_step = -1  # the step at which a notebook's cell ended last
         self._notice = NoticeWatch(engine.call_soon, self._on_notice, self._on_time_over)
         self.words: dict[str, str] = {}  # words of sentences -> those of the API that an adapter's user calls
         atexit.register(self._on_exit)
@@ -95,6 +101,7 @@ class Shutdown:
         """Make uncaught exceptions fail the job, and those of a notebook's cells end this replica alone."""
         excepthook.on_uncaught.append(self._on_uncaught)
         excepthook.on_cell_error.append(self._on_cell_error)
+        excepthook.on_cell_end.append(self._on_cell_end)
 
     def watch_notice(self) -> None:
         """Take SIGTERM as a notice from now on: the engine runs."""
@@ -210,6 +217,13 @@ class Shutdown:
         self._progress.left = SessionOver(CELL_FAILED)
         self.depart(reason, FAILED)
 
+    def _on_cell_end(self) -> None:
+        """Say, once for each step, that the others wait: nothing but this kernel can know what comes next."""
+        current, step = self._engine.current, self._progress.state_step
+        if current is not None and len(current.roster) > 1 and step != self._cell_step:
+            self._cell_step = step
+            self._say(CELL_ENDED.format(user_code_s=self._settings.user_code_s))
+
     def _on_notice(self, left_s: float) -> None:
         """On the control thread: leave the job in the time that is left, see rule 13 of docs/protocol.md."""
         self._parts.durable.noticed = True
@@ -231,6 +245,7 @@ class Shutdown:
         if self._on_uncaught in excepthook.on_uncaught:
             excepthook.on_uncaught.remove(self._on_uncaught)
             excepthook.on_cell_error.remove(self._on_cell_error)
+            excepthook.on_cell_end.remove(self._on_cell_end)
 
     def _on_exit(self) -> None:
         """Handle an end of the interpreter without ``close``: Ctrl-C, ``sys.exit``, a loop that was left.

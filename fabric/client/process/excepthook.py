@@ -21,6 +21,8 @@ _STDERR = 2  # the highest number of a standard stream
 on_uncaught: list[Callable[[BaseException], None]] = []
 # Functions called with the error that ended a notebook's cell or a line at a prompt: the process goes on.
 on_cell_error: list[Callable[[BaseException], None]] = []
+# Functions called when a notebook's cell has ended without an error.
+on_cell_end: list[Callable[[], None]] = []
 # Functions that may end this process with a better explanation than the uncaught error.
 _waits: list[Callable[[], None]] = []
 
@@ -56,10 +58,12 @@ def _open_standard_streams() -> None:
 
 
 def _after_cell(result: Any) -> None:
-    """Pass on the error of a notebook's cell, which never reaches ``sys.excepthook``."""
+    """Pass on the end of a notebook's cell. Its error never reaches ``sys.excepthook``."""
     error = result.error_before_exec or result.error_in_exec
     for watch in list(on_cell_error) if error is not None else ():
         watch(error)
+    for look in list(on_cell_end) if error is None else ():
+        look()
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

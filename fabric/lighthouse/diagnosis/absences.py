@@ -106,6 +106,25 @@ def _living(core: LeaderCore, name: str, now: float) -> Peer | None:
     return None if is_dead else peer
 
 
+def left_by(core: LeaderCore, recoveries: Recoveries, now: float, before: int) -> int:
+    """Return the signal that has ended the launcher of every replica that trained the newest step; else 0.
+
+    Such a job is left, and does not stand still. It stays left, as ``before`` says, until somebody tries to
+    train again: a session, or a launcher that starts its replica again.
+    """
+    record, reports = core.state.record, recoveries.launches.newest
+    if core.state.is_complete or any(_living(core, name, now) for name in core.state.liveness.peers):
+        return 0
+    trained = set(record.names) if record is not None else {x for x in reports if reports[x].host}
+    for recovery in recoveries.kept:
+        if not recovery.step_committed:
+            trained |= {x for x, back in recovery.lost.items() if not (back.joined or back.replaced_by)}
+    signals = [reports[name].stopped_by if name in reports else 0 for name in trained]
+    if signals and all(signals):
+        return max(signals)
+    return 0 if any(report.host and not report.gave_up for report in reports.values()) else before
+
+
 def counts(core: LeaderCore, absent: Sequence[Absence]) -> tuple[int, int]:
     """Return how many replicas train, and how many the job wants.
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
+from signal import Signals
 
 from fabric.lighthouse.diagnosis.server_states import silence
 from fabric.model import Policy, Record, counted, first_of
@@ -97,9 +98,12 @@ def outside_because(core: LeaderCore, peer: Peer, now: float) -> str:
     return f"catches up: {counted(max(0, core.state.top_step() - peer.step), 'step')} behind"
 
 
-def waiting_for(core: LeaderCore, now: float) -> str:
-    """Say what the leader waits for before its next move."""
+def waiting_for(core: LeaderCore, now: float, left_by: int = 0) -> str:
+    """Say what the leader waits for before its next move. ``left_by``: a signal that ended all launchers."""
     record = core.state.record
+    if left_by:
+        ended = f"launchers: {Signals(left_by).name} has ended all of them"
+        return f"{ended}; start them to train on, or say `fabric end` if the job is over"
     if core.writer.reading:
         return "the store, to read the record again after a write that was refused or got lost"
     if core.writer.writing is not None:

@@ -18,13 +18,13 @@ class LaunchReport:
     is_spare: bool
     at: float  # Unix seconds; `LaunchReports` keeps the time of the first failure in a row
     last_line: str = ""  # of the attempt's standard error; empty where the launcher does not know it
-    is_stopped: bool = False  # a signal ended the launcher, and ``why`` says so
+    stopped_by: int = 0  # the signal that ended the launcher, and ``why`` names it; 0: none
     is_refused: bool = False  # the lighthouse refused the attempt's session, and ``why`` says so
 
     @property
     def sentence(self) -> str:
         """Return the reason without the attempt's number, so that equal ends have equal sentences."""
-        if self.is_stopped:
+        if self.stopped_by or not self.host:  # a refusal has no host
             return self.why
         return f"{self.why}; its launcher {'gave up' if self.gave_up else 'starts it again'}"
 
@@ -71,7 +71,7 @@ class LaunchReports:
     def refuse(self, replica: str, why: str, at: float) -> None:
         """Note that the lighthouse has refused a session of the replica."""
         self.newest.pop(replica, None)
-        self.take(LaunchReport(replica, "", f"refused: {why}", True, False, at, "", True, True))
+        self.take(LaunchReport(replica, "", f"refused: {why}", True, False, at, is_refused=True))
 
     def attached(self, replica: str) -> None:
         """Forget the report of a replica that has a session again."""

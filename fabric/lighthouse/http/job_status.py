@@ -31,6 +31,7 @@ def job_line(job: Job, absent: list[Absence] | None = None) -> dict[str, Any]:
     """Describe one job in the list of all jobs; ``absent``: the replicas that it misses, if known."""
     record = job.core.state.record
     absent = job.absences() if absent is None else absent
+    waiting = waiting_for(job.core, job.now, job.history.left_by)
     return {
         "job": job.name,
         "generation": record.generation if record else 0,
@@ -43,7 +44,8 @@ def job_line(job: Job, absent: list[Absence] | None = None) -> dict[str, Any]:
         "paused": record.overrides.paused if record else "",
         "failed": job.core.endings.refused_for,
         "headline": headline(job.core, absent),
-        "waiting_for": waiting_for(job.core, job.now),
+        # The headline has the reason of a failure.
+        "waiting_for": waiting.removesuffix(f": {record.failed}" if record and record.failed else ""),
     }
 
 

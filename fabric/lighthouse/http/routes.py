@@ -6,6 +6,7 @@ is 503 with the time to come back. Every instance has its own ``/healthz`` and `
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -45,6 +46,7 @@ MAX_BODY_BYTES = 64 * 1024
 # Without a leader a client should ask again after this many seconds; an election takes about one lease.
 RETRY_AFTER_S = 1
 _MAX_ID = 2**62
+_STOPPED_BY = {0, *signal.Signals}
 
 
 @dataclass(slots=True)
@@ -307,11 +309,14 @@ class LighthouseRoutes:
         body = await body_of(request, '{"replica": "r1", "host": "node-7", "attempt": 1, "why": "it died"}')
         replica, host = check_name("replica", text_of(body, "replica")), text_of(body, "host")
         attempt, *flags = (body.get(name, 0) for name in ("attempt", "gave_up", "spare", "stopped"))
-        if not all(isinstance(x, int) and 0 <= x < _MAX_ID for x in (attempt, *flags)):
+        if (
+            not all(isinstance(x, int) and 0 <= x < _MAX_ID for x in (attempt, *flags))
+            or flags[2] not in _STOPPED_BY
+        ):
             raise ProtocolError(
-                '"attempt" must be a count, "gave_up", "spare" and "stopped" must be true or false'
+                '"attempt" must be a count, "gave_up" and "spare" true or false, "stopped" a signal or 0'
             )
-        gave_up, spare, stopped = map(bool, flags)
+        gave_up, spare, stopped = bool(flags[0]), bool(flags[1]), int(flags[2])
         last_line = text_of(body, "last_line") if body.get("last_line") else ""
         why = text_of(body, "why")
         # The replicas of a job that has not begun may all die before they attach.

@@ -139,10 +139,12 @@ class Job:
         absent = self.absences()
         training, wanted = counts(core, absent)
         missing = max(0, wanted - training - sum(absence.state == LEFT for absence in absent))
+        ledger, left_by = self.look_at_ledger().seconds, self.history.left_by
         seen = [p.seen for x in roster if (p := core.state.liveness.peers.get(x.replica)) is not None]
         return JobGauges(
             heartbeat_age_s=self.now - min(seen, default=self.now),
-            ledger=self.look_at_ledger().seconds,
+            ledger=ledger,
+            left_by=left_by,
             is_complete=self.is_complete,
             has_failed=record is not None and bool(record.failed),
             job=self.name,
@@ -150,7 +152,7 @@ class Job:
             step=core.state.top_step(),
             members=len(record.roster) if record else 0,
             missing=missing
-            if (record or absent) and not (self.is_complete or core.endings.refused_for)
+            if (record or absent) and not (self.is_complete or core.endings.refused_for or left_by)
             else 0,
             absent=absent,
             troubles=self._troubles(),
@@ -171,7 +173,7 @@ class Job:
     def _troubles(self) -> list[ReplicaTrouble]:
         """Return the troubles of the job's members, each with its host."""
         record, slow, servers = self.core.state.record, self.slowness.slow, self.servers
-        if record is None or record.complete:
+        if record is None or record.complete or self.history.left_by:
             return []
         kinds = {
             "slow": {name: f"its {slowdown.scope}" for name, slowdown in slow.items()},
@@ -307,13 +309,14 @@ class Job:
         """Take a launcher's report, and record it; a replica that has a session again is not absent."""
         last = f'; its last line: "{report.last_line}"' if report.last_line else ""
         why = f"attempt {attempt} on {report.host}: {report.sentence}{last}"
-        self.note("launch failed", report.replica, why)
+        # Three failed starts are an alert; a launcher that people or a scheduler ended is none.
+        self.note("launcher ended" if report.stopped_by else "launch failed", report.replica, why)
         launches, record = self.history.recoveries.launches, self.core.state.record
         if report.replica in self.connections.sessions:
             return
         launches.take(report)
         is_member = record is not None and record.member(report.replica) is not None
-        if not (launches.ends_attached(report.replica) or is_member or report.is_stopped):
+        if not (launches.ends_attached(report.replica) or is_member or report.stopped_by):
             self._feed(io.LaunchFailed(report.replica, report.host, report.why))
 
     def has_only_old_reports(self, seconds: float, unix_s: float) -> bool:

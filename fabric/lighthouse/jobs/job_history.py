@@ -7,9 +7,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from signal import Signals
 from typing import Any
 
 from fabric.errors import StoreError
+from fabric.lighthouse.diagnosis.absences import left_by
 from fabric.lighthouse.history.ledger import GoodputLedger, JobSample
 from fabric.lighthouse.history.recovery import NAMED, Recoveries, RecoveryRecord
 from fabric.lighthouse.history.slowdowns import SlowdownRecord, Slowdowns, SlowdownState
@@ -43,6 +45,7 @@ class JobHistory:
         slowdowns: Slowdowns,
     ) -> None:
         self.ledger = GoodputLedger()
+        self.left_by = 0  # the signal that ended all launchers, from ``absences.left_by``
         self.ledger_is_known = True  # False until the job has read what an earlier leader stored
         self.recoveries = recoveries
         self.slowdowns = slowdowns
@@ -65,7 +68,8 @@ class JobHistory:
     def sample(self, core: LeaderCore, now: float, *, keep: bool) -> GoodputLedger:
         """Count the job's time up to now; ``keep``: also store the ledger when a write is due."""
         record = core.state.record
-        is_on = record is not None and not record.complete and not record.failed
+        was_left_by, self.left_by = self.left_by, left_by(core, self.recoveries, now, self.left_by)
+        is_on = record is not None and not (record.complete or record.failed or self.left_by)
         members = len(record.roster) if record is not None else 0
         before, self._sampled_at = self.ledger.state, now
         # Until a new leader has heard a member, it only knows the step at which the generation began.
@@ -75,8 +79,14 @@ class JobHistory:
         sample = JobSample(is_on, step, members, wanted, self.recoveries.is_recovering, generation)
         self.ledger.observe(sample, now)
         if keep and self.ledger_is_known:
-            self._keep_ledger(before, now)
+            self._keep_ledger(before, now, at_once=self.left_by != was_left_by)
         return self.ledger
+
+    def restore_ledger(self, stored: Any, now: float) -> None:
+        """Go on from an earlier leader's sums. Raises ProtocolError or ValueError for any other value."""
+        self.ledger.restore(stored, now, time.time())
+        # The launchers told the earlier leader alone.
+        self.left_by = Signals(signal) if (signal := stored.get("left_by", 0)) else 0
 
     def is_observation_due(self, now: float) -> bool:
         """Whether a job of many members should look at its recoveries again."""
@@ -140,13 +150,13 @@ class JobHistory:
         for slowdown in self.slowdowns.restore(stored, time.time()):
             self._keep("slowdown", slowdown)
 
-    def _keep_ledger(self, before: str, now: float) -> None:
+    def _keep_ledger(self, before: str, now: float, *, at_once: bool) -> None:
         """Store the ledger when its state changes, and at intervals. A lost write does no harm: the next
         write holds the same sums."""
         waits_s = LEDGER_S if self.ledger.state == before else _LEDGER_CHANGED_S
-        if now - self._ledger_stored_at >= waits_s:
+        if at_once or now - self._ledger_stored_at >= waits_s:
             self._ledger_stored_at = now
-            saved = self.ledger.saved(time.time())
+            saved = {**self.ledger.saved(time.time()), "left_by": self.left_by}
             self._context.tasks.start(f"keep the ledger of {self._job}", self._write_ledger(saved))
 
     async def _write_ledger(self, saved: dict[str, Any]) -> None:

@@ -255,7 +255,7 @@ class Jobs:
         try:
             entry = await self._store.get(ledger_of(self._namespace, name))
             if entry is not None:
-                job.history.ledger.restore(json.loads(entry.value), job.now, time.time())
+                job.history.restore_ledger(json.loads(entry.value), job.now)
         except StoreError as error:
             log.warning("job %s: its ledger is not read, and not written in this term: %s", name, error)
             return

@@ -52,6 +52,7 @@ class JobGauges:
     ledger: Mapping[str, float] = field(default_factory=dict)
     is_complete: bool = False
     has_failed: bool = False
+    left_by: int = 0  # the signal that has ended all launchers; 0: a replica may train
     troubles: Sequence[ReplicaTrouble] = ()
     failures: Sequence[HostFailure] = ()  # that count for a penalty now
     slow_replicas: int = 0
@@ -165,6 +166,11 @@ _OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
     ),
     ("job_complete", "1 when the job has finished.", lambda job: float(job.is_complete)),
     ("job_failed", "1 while the job waits for a person to mend it.", lambda job: float(job.has_failed)),
+    (
+        "left_by_signal",
+        "The signal that has ended all launchers, 2 for Ctrl-C; 0 for a job that may train.",
+        lambda job: job.left_by,
+    ),
     (
         "slow_replicas",
         "Replicas that are slow, or whose link to the next replica is; 1 where the whole job is slow.",

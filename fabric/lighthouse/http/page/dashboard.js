@@ -29,7 +29,6 @@ function clock(seconds) {
 }
 
 function took(from, to) {
-  if (!to) return "not yet";
   const seconds = to - from;
   return seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds.toFixed(1)} s`;
 }
@@ -187,8 +186,8 @@ function showJob(job) {
   const rows = [...job.members.map((m) => [m, m.leaving ? "leaving" : m.joining ? "new member" : "member"]),
     ...job.joiners.map((j) => [j, j.spare ? "spare" : "outside"])];
   const shown = new Set(rows.map(([entry]) => entry.replica));
-  rows.push(...job.absent.filter((a) => !shown.has(a.replica)).map((a) => [{ replica: a.replica, phase: "",
-    connected: true, verdict: [a.why, `since ${clock(a.since)}`, a.host].filter(Boolean).join(", ") }, a.state]));
+  rows.push(...job.absent.filter((a) => !shown.has(a.replica)).map((a) => [{ replica: a.replica, host: a.host,
+    phase: "", connected: true, verdict: [a.why, `since ${clock(a.since)}`].filter(Boolean).join(", ") }, a.state]));
   showRows(rows, penalised, job.complete);
   noteSteps(rows.map(([entry]) => entry), job.epoch);
 }
@@ -243,7 +242,7 @@ function showRows(rows, penalised, over) {
   say($("trouble"), rows.length > 20 && troubled.length && !over ? `Not as they should be: ${named}` : "");
 }
 
-const COLUMNS = ["replica", "role", "phase", "step", "waits for", "trainer", "verdict"];
+const COLUMNS = ["replica", "role", "host", "phase", "step", "waits for", "trainer", "verdict"];
 
 function emptyRow(columns) {
   const tr = element("tr");
@@ -258,7 +257,7 @@ const isFine = (entry) => entry.connected && (entry.verdict === "alive" || entry
 function fillRow(tr, entry, role, penalised, over) {
   const trainer = entry.trainer_status ? entry.trainer_status.trainer : "";
   const phase = (entry.busy ? `busy: ${entry.busy}` : entry.phase) + (entry.connected || over ? "" : " (away)");
-  const values = [[entry.replica], [role], [phase], [entry.step], [(entry.waiting_for || []).join(", ")],
+  const values = [[entry.replica], [role], [entry.host], [phase], [entry.step], [(entry.waiting_for || []).join(", ")],
     [trainer, trainer === "gone" || trainer === "stopped" ? "bad" : ""],
     [entry.verdict, isFine(entry) || over ? "good" : "warn"]];
   values.forEach(([text, className], index) => say(tr.cells[index], text, className));
@@ -370,11 +369,12 @@ function showRecoveries(recoveries) {
     item.append(element("div", recovery.why));
     if (recovery.diagnosis) item.append(diagnosis(recovery.diagnosis, Number(recovery.id)));
     const phases = element("div", undefined, "phases");
-    const say = (name, at) => phases.append(element("span", `${name} ${took(recovery.detected, at)}`));
-    say(`epoch ${recovery.epoch || ""} committed after`, recovery.epoch_committed);
-    say("links up after", recovery.links_up);
-    say("next step after", recovery.step_committed);
-    for (const [name, back] of Object.entries(recovery.lost)) say(`${name} back after`, back.joined);
+    const say = (name, at, before) => phases.append(
+      element("span", at ? `${name} after ${took(recovery.detected, at)}` : before));
+    say(`epoch ${recovery.epoch} committed`, recovery.epoch_committed, "no new epoch yet");
+    say("links up", recovery.links_up, "links not up yet");
+    say("next step", recovery.step_committed, "no step yet");
+    for (const [name, back] of Object.entries(recovery.lost)) say(`${name} back`, back.joined, `${name} not back yet`);
     if (recovery.steps_lost) phases.append(element("span", `${recovery.steps_lost} steps lost`, "bad"));
     item.append(phases);
     return item;

@@ -159,10 +159,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     shown = {entry["replica"] for entry, _ in rows}
     absent = job.get("absent", ())  # a lighthouse of an older release has none
     rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
-    first = job.get("headline", "")
-    told = {entry["verdict"] for entry, _ in rows if len(entry["verdict"]) > _LONGEST_VERDICT}
-    told = {verdict for verdict in told if verdict.partition(", since ")[0] in first}
-    rows = [({**x, "verdict": "see above"} if x["verdict"] in told else x, role) for x, role in rows]
+    rows = _shortened(rows, job.get("headline", ""))
     wide = width >= _WIDE
     speeds = _speeds(job)
     columns = ["replica", "role", "host", "phase", "step", *(["s/step", "speed", "share"] if speeds else [])]
@@ -192,14 +189,26 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     has_addresses = any(column.header == "checkpoint server" for column in table.columns)
     below = [] if has_addresses else [_address(entry) for entry, _ in rows if entry["ckpt"]]
     addresses = (Text(line, no_wrap=True, overflow="ignore") for line in below)
+    return Group(*_head(job), *map(Text, lines), table, *addresses, *([] if "as_of" in job else led))
+
+
+def _head(job: dict[str, Any]) -> list[Text]:
+    """Return the first lines: whether all replicas run, or who is gone, and checkpoints that fail."""
+    first = job.get("headline", "")
     head = [Text(first, style="bold green" if WHOLE.fullmatch(first) else "bold red")] if first else []
     if "as_of" in job:
         head = [Text(f"as of {_dated(job)}: {first}", style="bold yellow")]
-    head += [
+    return head + [
         Text(f"durable checkpoints of {replica} fail: {why}", style="bold red")
         for replica, why in job.get("durable_failing", {}).items()
     ]
-    return Group(*head, *map(Text, lines), table, *addresses, *([] if "as_of" in job else led))
+
+
+def _shortened(rows: list[tuple[dict[str, Any], str]], headline: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the rows without long verdicts that the first line says already."""
+    long = {entry["verdict"] for entry, _ in rows if len(entry["verdict"]) > _LONGEST_VERDICT}
+    said = {verdict for verdict in long if verdict.partition(", since ")[0] in headline}
+    return [({**x, "verdict": "see above"} if x["verdict"] in said else x, role) for x, role in rows]
 
 
 def _table(columns: list[str], rows: list[list[Text]], width: int) -> Table:

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from fabric.client.loop.step_weight import StepWeight
+from fabric.client.loop.step import StepWeight
 from fabric.client.process.step_clock import StepClock
 from fabric.errors import FabricError
 from fabric.health.work import WorkAmount

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fabric.ckpt_server.state.training_state import StateDescriber, restore, verify
-from fabric.client.loop.low_priority_steps import LowPrioritySteps
+from fabric.client.loop.replay import LowPrioritySteps
 from fabric.runtime import priority
 from fabric.runtime.priority import run_low_priority
 

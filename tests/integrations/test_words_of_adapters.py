@@ -22,7 +22,8 @@ ALL = (_WORDS, replica._WORDS, adopted_loop._WORDS, job._WORDS)
 
 def test_each_replaced_word_is_one_of_a_sentence():
     modules = (job_endings, ending, compatibility, loader, sample_plan)
-    sources = [*(Path(x.__file__).read_text() for x in modules), unshared_objects.ADVICE, optimizer_watch.MORE_OPTIMIZERS]
+    sources = [Path(x.__file__).read_text() for x in modules]
+    sources += [unshared_objects.ADVICE, optimizer_watch.MORE_OPTIMIZERS]
     lines = " ".join(" ".join(sources).replace('"\n', "").split())
     sentences = lines.replace(' f"', "").replace(' "', "")
     for words in ALL:

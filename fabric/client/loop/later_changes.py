@@ -45,7 +45,7 @@ _ALL = ("parameters", "named_parameters", "modules", "children", "named_children
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RunningSource:
     """A piece of the user's source that runs now, with the objects of its names."""
 
     node: ast.AST
@@ -73,22 +73,22 @@ class Source:
                         yield x, value
 
 
-def repeated(frame: FrameType | None) -> Iterator[list[Source]]:
+def repeated(frame: FrameType | None) -> Iterator[list[RunningSource]]:
     """Yield, from ``frame`` outward, each loop that may run more than once, and the functions within it.
 
     Only the outermost loop of a frame counts. The functions are those that the loop has called by now.
     """
     loops = {id(x): around for x, around in loops_around(frame)}
-    within: list[Source] = []
+    within: list[RunningSource] = []
     while frame is not None:
         code, values = frame.f_code, {**frame.f_globals, **frame.f_locals}
         file = Path(code.co_filename).name
         around = [x for x in loops.get(id(frame), ()) if not _runs_once(x, values)]
         if around:
-            yield [Source(around[0], values, file), *within]
+            yield [RunningSource(around[0], values, file), *within]
         if is_of_user(code.co_filename) and code.co_flags & inspect.CO_NEWLOCALS:
             node = functions_of(code.co_filename).get(code.co_firstlineno)
-            within += [Source(node, values, file)] if node is not None else []
+            within += [RunningSource(node, values, file)] if node is not None else []
         frame = frame.f_back
 
 
@@ -126,10 +126,12 @@ def refuse_later_hooks(things: Iterable[Any], given: Mapping[str, Any], model: t
             tests = [x.test for x in ast.walk(function.node) if isinstance(x, ast.If)]
             counts = {x for x in names_read(function.node) if x.rpartition(".")[2] in _COUNTS}
             file = function.place(0).partition(":")[0]
-            states.refuse(Source(function.node, function.values, file), counts.union(*map(names_read, tests)))
+            states.refuse(
+                RunningSource(function.node, function.values, file), counts.union(*map(names_read, tests))
+            )
 
 
-def _stepping(loop: Source) -> Iterator[torch.optim.Optimizer]:
+def _stepping(loop: RunningSource) -> Iterator[torch.optim.Optimizer]:
     """Yield the optimizers that a loop lets make a step, and has not made itself."""
     own = set(stores([loop.node]))
     for x in ast.walk(loop.node):
@@ -190,7 +192,7 @@ def _runs_once(loop: ast.For | ast.AsyncFor | ast.While, values: Mapping[str, An
     if isinstance(over, ast.List | ast.Tuple):
         return len(over.elts) == 1
     if isinstance(over, ast.Call) and called(over) == "range" and len(over.args) == 1:
-        return bool(Source(loop, values, "").value(over.args[0]) == 1)
+        return bool(RunningSource(loop, values, "").value(over.args[0]) == 1)
     given = value_of(values, dotted(over))
     return isinstance(given, list | tuple | dict) and len(given) == 1
 
@@ -204,21 +206,23 @@ class _States:
 
     parameters: set[int]
 
-    def refuse(self, source: Source, changing: set[str]) -> None:
+    def refuse(self, source: RunningSource, changing: set[str]) -> None:
         """Raise ConfigError where a source does so in a later pass. ``changing``: names that change by then.
 
         A loop that does both goes to and fro within a step, as that of a GAN.
         """
-        found = list(self._sets(source, changing))
-        late = [(node, state) for node, state, is_later in found if is_later]
-        if late and len({state for _, state, _ in found}) == 1:
+        sets = list(self._sets(source, changing))
+        late = [(node, state) for node, state, is_later in sets if is_later]
+        if late and len({state for _, state, _ in sets}) == 1:
             node, state = late[0]
             raise ConfigError(
                 f"{source.place(node)} {'unfreezes' if state else 'freezes'} a part of the model in a later "
                 f"step, and the job exchanges what requires gradients at its first step: {SAME_PARAMETERS}"
             )
 
-    def _sets(self, source: Source, changing: set[str], depth: int = 0) -> Iterator[tuple[Any, bool, bool]]:
+    def _sets(
+        self, source: RunningSource, changing: set[str], depth: int = 0
+    ) -> Iterator[tuple[Any, bool, bool]]:
         """Yield each node that sets a state, the state, and whether it changes one in a later pass."""
         tests = [x for x in ast.walk(source.node) if isinstance(x, ast.If) and names_read(x.test) & changing]
         under = {y for x in tests for part in (*x.body, *x.orelse) for y in ast.walk(part)}
@@ -242,8 +246,8 @@ class _States:
 
 
 def _entered(
-    source: Source, call: ast.Call, is_late: bool, changing: set[str]
-) -> Iterator[tuple[Source, set[str]]]:
+    source: RunningSource, call: ast.Call, is_late: bool, changing: set[str]
+) -> Iterator[tuple[RunningSource, set[str]]]:
     """Yield the user's function that a call runs, and its names that have another value in a later pass.
 
     ``is_late``: the call itself comes in a later pass, so that all of the function does.
@@ -262,7 +266,7 @@ def _entered(
             values |= {name: source.value(y) for name, y in given.items()}
             late = {name for name, y in given.items() if names_read(y) & changing}
             node = ast.If(ast.Name(_LATE, ast.Load()), x.node.body, []) if is_late else x.node
-            yield Source(node, values, source.file), late | {_LATE}
+            yield RunningSource(node, values, source.file), late | {_LATE}
 
 
 def _changing(loop: ast.AST) -> set[str]:
@@ -289,7 +293,7 @@ def _sets_state(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
     return None, None
 
 
-def _things(source: Source, target: ast.expr) -> Iterator[Any]:
+def _things(source: RunningSource, target: ast.expr) -> Iterator[Any]:
     """Yield the objects that an expression names: also those over which its name goes in a loop."""
     name = dotted(target)
     loops = [x for x in ast.walk(source.node) if isinstance(x, ast.For) and name in set(stores([x.target]))]

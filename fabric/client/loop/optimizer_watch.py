@@ -1,7 +1,7 @@
 """Refuses an optimizer that is not attached: no other replica has what it changes, and no run would say so.
 
-A second model that the script trains by itself follows one replica's own data. A new optimizer for the
-attached model begins anew in a replica that joins, and goes on in the others.
+A second model that the script trains follows one replica's own data. A new optimizer of the attached model
+is at its first step in a replica that joins, and goes on in the others.
 """
 
 from collections.abc import Iterable, Iterator

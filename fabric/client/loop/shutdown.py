@@ -32,7 +32,7 @@ BARE = (
 
 # The last words of a session in a notebook.
 CELL_FAILED = "an error in a cell ended this session, and other replicas go on; restart the kernel to train"
-# What a cell's end means for the job, as after a loop that was left by ``break``.
+# Say at a cell's end that the job waits, as after a loop that was left by ``break``.
 CELL_ENDED = (
     "this cell has ended, and the other replicas wait for this one's next step, for FABRIC_USER_CODE_S "
     "({user_code_s:g} s) at most: train on in another cell, or restart the kernel, and they go on without it"

@@ -15,8 +15,8 @@ from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.stale_gradients import StaleGradients
 from fabric.client.loop.handover import optimizers_in
 from fabric.client.loop.loop_source import check_source
+from fabric.client.loop.step import StepWeight, drop_gradients
 from fabric.client.loop.step_data import StepData
-from fabric.client.loop.step_weight import StepWeight, drop_gradients
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import FabricError
 from fabric.protocol.messages.rank_messages import replica_share

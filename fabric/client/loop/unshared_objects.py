@@ -269,12 +269,12 @@ class AverageWatch:
         # A process has some 300,000 objects: go over them once, and choose by type.
         optimizers, modules = _subtypes(torch.optim.Optimizer), _subtypes(torch.nn.Module)
         tensors, kinds = _subtypes(torch.Tensor), {*optimizers, *modules, *_HOLDERS}
-        found = [x for x in gc.get_objects() if type(x) in kinds]
-        groups = (group for x in found if type(x) in optimizers for group in x.param_groups)
+        chosen = [x for x in gc.get_objects() if type(x) in kinds]
+        groups = (group for x in chosen if type(x) in optimizers for group in x.param_groups)
         attached = {id(x) for x in self._parameters}.union(id(x) for group in groups for x in group["params"])
         shapes = [x.shape for x in self._parameters]
         fewest, most = len(shapes), 4 * len(shapes) + 64
-        for holder in found:
+        for holder in chosen:
             kind = type(holder)
             if kind in _HOLDERS and fewest <= len(holder) <= most:
                 values = list(holder if kind in (list, tuple) else holder.values())

@@ -14,10 +14,16 @@ from functools import partial
 from itertools import combinations
 
 from fabric.plan import closed_forms
-from fabric.plan.advice import process_pool
+from fabric.plan.advice import (
+    CheckpointRestart,
+    ConstantBatch,
+    FtHsdp,
+    Replication,
+    SPARePolicy,
+    process_pool,
+)
 from fabric.plan.engine import FailurePolicy, SimulatedJob, TimeLedger, simulate
 from fabric.plan.failures import FailureModel, Fixed, Poisson, Repair, WeibullRenewal
-from fabric.plan.policies import CheckpointRestart, ConstantBatch, FtHsdp, Replication, SPARePolicy
 from fabric.protocol.rules.spare import StackedShards, golomb_offsets, ring_layout
 from papers import published_pipelines
 from papers.figures import AIM, FT_HSDP, SPARE, TORCHPASS, Figure

@@ -19,7 +19,7 @@ import click
 
 from fabric import command_of_another
 from fabric.ckpt_server.durable.storage import ANSWER_S, Storage, StorageCall, StorageError
-from fabric.cli.store_options import store_access, store_access_options
+from fabric.cli.lighthouse_options import store_access, store_access_options
 from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.model import printable
 from fabric.runtime.config import Settings, advertised_host, refuse_unknown_variables, settings

@@ -4,10 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, markdown, rows_of
+from fabric.integrations.arguments import (
+    ArgumentTable,
+    Kept,
+    NoInfluence,
+    Refusal,
+    markdown,
+    rows_of,
+    unequal_optimizer,
+)
 from fabric.integrations.hook_source import Hooks, collective, kept_value
 from fabric.integrations.huggingface import trl
-from fabric.integrations.optimizers import unequal_optimizer
 
 BY = "FabricTrainer"
 

@@ -36,7 +36,7 @@ SERVERS = (
     "fabric.cli.status",
     "fabric.cli.operate",
     "fabric.cli.doctor",
-    "fabric.cli.events",
+    "fabric.cli.status",
     "fabric.cli.demo.command",
 )
 TORCH = ("torch._dynamo", "fabric.client.attach", "fabric.cli.run")

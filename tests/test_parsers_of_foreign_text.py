@@ -33,7 +33,7 @@ from fabric.ftar.device.device_ring import read_offer
 from fabric.lighthouse.diagnosis.rank_probe import ProbeTarget, of_answers
 from fabric.lighthouse.http.drill_routes import _decoded, _FaultRequest, _InjectorRequest
 from fabric.model import SnapshotRef
-from fabric.plan.traces import phases_of, read_trace
+from fabric.plan.failures import phases_of, read_trace
 from fabric.protocol.messages.rank_messages import decode_command, decode_outcome
 from fabric.runtime import config
 from fabric.runtime.drill_orders import PointOrder, read_order

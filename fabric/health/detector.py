@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 from statistics import median
 
-from fabric.health.alarm import CusumAlarm
+from fabric.health.alarm import CusumAlarm, Row, dot, inverse, solve, spread
 from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
-from fabric.health.statistics import Row, dot, inverse, solve, spread
 from fabric.health.work import WorkAmount, is_time
 
 # Predict the time of work: ``seconds = a * tokens + b * squares + c * micro_batches``.

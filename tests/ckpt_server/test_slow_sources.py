@@ -15,7 +15,7 @@ from ckpt_server.test_fetch import BLOCK, Memory, Origin, fetcher, origins, ref,
 from fabric.ckpt_server.fetch import fetcher as fetcher_module
 from fabric.ckpt_server.fetch import http_source, multi_source
 from fabric.ckpt_server.fetch.http_source import HttpAccess, HttpAddress, HttpConnection
-from fabric.ckpt_server.fetch.range_queue import RangeQueue
+from fabric.ckpt_server.fetch.multi_source import RangeQueue
 from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
 from fabric.ckpt_server.format.manifest import make_manifest
 from fabric.ckpt_server.reading import state_source

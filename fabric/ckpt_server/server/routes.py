@@ -50,12 +50,12 @@ from fabric.ckpt_server.wire.http_preconditions import (
     wanted_range,
 )
 from fabric.errors import ProtocolError, Refused
-from fabric.runtime.http.browser_guard import pages_kept_out
 from fabric.runtime.http.http_service import (
     STALL_S,
     bearer_required,
     errors_as_json,
     json_error,
+    pages_kept_out,
     query_integer,
     query_seconds,
 )

@@ -27,9 +27,8 @@ from fabric.ckpt_server.server.slot_content import SlotContent, gradient_content
 from fabric.ckpt_server.wire import gradient_index
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import SnapshotRef
-from fabric.runtime.host_memory import available_bytes
 from fabric.runtime.priority import lower_priority
-from fabric.runtime.system_calls import create_memfd
+from fabric.runtime.system_calls import available_bytes, create_memfd
 
 # Shared memory that the kernel always frees: sealed memfds, allocated in full before use.
 #

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from fabric.ckpt_server.fetch.range_queue import BlockRange, runs_of
+from fabric.ckpt_server.fetch.multi_source import BlockRange, runs_of
 from fabric.ckpt_server.format.digest import BlockDigests, block_digest, digest_of_blocks, file_digest
 from fabric.ckpt_server.reading.merged_state import MergedState
 from fabric.ckpt_server.reading.state_source import BlockState, open_manifested

@@ -20,9 +20,8 @@ from fabric.ckpt_server.state.content_digest import ContentDigests
 from fabric.ckpt_server.state.snapshot import Copier, SnapshotDigests, build_manifest
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
-from fabric.client.state.mutation_guard import UNNAMED, MutationGuard
+from fabric.client.state.mutation_guard import UNNAMED, MutationGuard, WriteWatch
 from fabric.client.state.snapshot_policy import SnapshotPolicy
-from fabric.client.state.write_watch import WriteWatch
 from fabric.errors import FabricError, ServerLost, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.messages.member_events import Saved, Snapshotted

@@ -21,8 +21,8 @@ from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTa
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.errors import ProtocolError, Refused
 from fabric.runtime.drill_orders import CLOCK, DRILL_SOCKET_NAME, LINKS, PointOrder, read_line
-from fabric.runtime.host_memory import available_bytes, bytes_of
 from fabric.runtime.private_folder import socket_path
+from fabric.runtime.system_calls import available_bytes, bytes_of
 
 _ANSWER_S = 10.0
 _MAX_BYTES = 1 << 16

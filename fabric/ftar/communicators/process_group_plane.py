@@ -354,7 +354,7 @@ def _decode(body: bytes) -> Rendezvous:
     raise ProtocolError("the rendezvous that the first member sent is not an address")
 
 
-# NCCL communicators, one per epoch, for ``process_group_plane``.
+# NCCL communicators, one per epoch.
 #
 # Written from torch's documentation; ``docs/benchmarks.md`` says which parts have run on a GPU. NCCL
 # refuses two ranks on one GPU. A communicator fails when a member dies, so every epoch has its own

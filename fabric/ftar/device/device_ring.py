@@ -38,11 +38,10 @@ from fabric.ftar.chunk_headers import (
     unpack,
 )
 from fabric.ftar.device.device_api import Device, DeviceEvent, SharedMemoryHandle
-from fabric.ftar.device.piece_order import DevicePiece, PieceOrder, order_pieces
 from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, Waiting, is_shared, lost
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
-from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES
+from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, DevicePiece, PieceOrder, order_pieces
 
 # The resources of an exchange on a device: side streams, chunk-sized slots, the arithmetic of a piece.
 

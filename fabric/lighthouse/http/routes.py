@@ -21,8 +21,7 @@ from fabric.lighthouse.connections.admission_queue import AdmissionQueue
 from fabric.lighthouse.connections.validation import check_name
 from fabric.lighthouse.election.election import Election
 from fabric.lighthouse.election.store_probe import WriteProbe
-from fabric.lighthouse.history.launches import LaunchReport
-from fabric.lighthouse.history.recovery import RecoveryRecord
+from fabric.lighthouse.history.recovery import LaunchReport, RecoveryRecord
 from fabric.lighthouse.history.slowdowns import SlowdownRecord
 from fabric.lighthouse.http import dashboard, websockets
 from fabric.lighthouse.http.drill_routes import add_drills
@@ -33,8 +32,13 @@ from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.job_events import PIECE, JobEvent
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.lighthouse.telemetry import metrics
-from fabric.runtime.http.browser_guard import pages_kept_out
-from fabric.runtime.http.http_service import Handler, errors_as_json, json_error, query_integer
+from fabric.runtime.http.http_service import (
+    Handler,
+    errors_as_json,
+    json_error,
+    pages_kept_out,
+    query_integer,
+)
 from fabric.store import Store
 
 # The status of each job at the end of this lighthouse's term, for people while no lighthouse leads.

@@ -26,13 +26,12 @@ from fabric.lighthouse.connections.connection import (
 )
 from fabric.lighthouse.diagnosis.absences import absences, counts
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
-from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
+from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
 from fabric.lighthouse.diagnosis.server_states import CheckpointServers, HeardStatus
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
-from fabric.lighthouse.history.launches import LaunchReport
 from fabric.lighthouse.history.ledger import GoodputLedger
-from fabric.lighthouse.history.recovery import LEFT, Absence, Recoveries, recoverable
+from fabric.lighthouse.history.recovery import LEFT, Absence, LaunchReport, Recoveries, recoverable
 from fabric.lighthouse.history.slowdowns import Slowdowns
 from fabric.lighthouse.jobs.drills import Drills
 from fabric.lighthouse.jobs.job_events import EventLog

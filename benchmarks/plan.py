@@ -12,8 +12,8 @@ import time
 from common import begin, finish, interleave, no_options, table, verdict
 from papers.published import SPARE_RUNS
 
+from fabric.plan.advice import SPARePolicy
 from fabric.plan.engine import simulate
-from fabric.plan.policies import SPARePolicy
 from fabric.protocol.rules.spare import StackedShards, golomb_offsets, ring_layout
 
 STEPS = 10_000

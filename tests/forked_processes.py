@@ -36,7 +36,7 @@ SERVERS = (
     "fabric.cli.status",
     "fabric.cli.operate",
     "fabric.cli.doctor",
-    "fabric.cli.events",
+    "fabric.cli.status",
     "fabric.cli.demo.command",
 )
 TORCH = ("torch._dynamo", "fabric.client.attach", "fabric.cli.run")
@@ -101,7 +101,7 @@ class ForkedProcess:
 
 def fork_checkpoint_servers(zygote: str) -> None:
     """From now on the zygote at this address starts the checkpoint servers of this process."""
-    launch = importlib.import_module("fabric.ckpt_server.attach.launch")
+    launch = importlib.import_module("fabric.ckpt_server.attach.server_handle")
 
     def start(command, *, stdout, pass_fds, env, cwd, start_new_session, **_: object) -> ForkedProcess:
         assert command[:2] == [sys.executable, "-m"] and start_new_session, command

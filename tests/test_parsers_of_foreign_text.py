@@ -29,19 +29,19 @@ from fabric.drill.injection.injector import read_answer
 from fabric.drill.judge.drill_record import read_recoveries
 from fabric.drill.judge.expectations import parse_expectation
 from fabric.errors import FabricError
-from fabric.ftar.device.device_links import read_offer
+from fabric.ftar.device.device_ring import read_offer
 from fabric.lighthouse.diagnosis.rank_probe import ProbeTarget, of_answers
 from fabric.lighthouse.http.drill_routes import _decoded, _FaultRequest, _InjectorRequest
 from fabric.model import SnapshotRef
-from fabric.plan.traces import phases_of, read_trace
+from fabric.plan.failures import phases_of, read_trace
 from fabric.protocol.messages.rank_messages import decode_command, decode_outcome
 from fabric.runtime import config
 from fabric.runtime.drill_orders import PointOrder, read_order
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.layout_orders import parse_order
 from fabric.runtime.rank_layout import parse_layout, parse_ranks
-from fabric.transport.framing import FrameParser
 from fabric.transport.greeting import CHALLENGE_BYTES, Greeting, _proof, read_hello
+from fabric.transport.link import FrameParser
 from fabric.transport.tcp import parse_address
 
 EXAMPLES = 150

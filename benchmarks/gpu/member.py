@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from ftar.simulated_device import SimulatedDevice
 
 from fabric.errors import RoundAborted
-from fabric.ftar.communicators.nccl import NcclFactory
-from fabric.ftar.communicators.process_group_plane import GroupPlane
+from fabric.ftar.communicators.process_group_plane import GroupPlane, NcclFactory
 from fabric.ftar.device.cuda import CudaDevice
 from fabric.ftar.device.device_ring import DeviceRing
 from fabric.ftar.plane import Ring

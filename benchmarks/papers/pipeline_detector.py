@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fabric.health.alarm import CusumAlarm
-from fabric.health.detector import UnitDetector
+from fabric.health.detector import WARM_UP, UnitDetector
 from fabric.health.localise import Slowdown, Unit, localise
-from fabric.health.predictor import WARM_UP
 from fabric.health.work import WorkAmount, is_time
 from papers.pipeline_schedules import PipelineCosts, PipelineSchedule, makespan
 

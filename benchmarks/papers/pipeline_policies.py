@@ -15,6 +15,20 @@ from fabric.health.planning.layout import ModelCut, StageLayout, exclude
 from fabric.health.planning.partition import cut_layers, micro_batch_shares, select_group
 from papers.pipelines import Grid, Owners, StepWork, at_home, migrated, rerouted, step_time
 
+_MOST_RANKS = 1 << 12  # of a group
+
+
+def model_cut(layers: int, heads: int, hidden: int, most_layers: int = 0) -> ModelCut:
+    """A model that tensor parallelism cuts: its groups have the sizes of `group_sizes`."""
+    return ModelCut(layers, group_sizes(_MOST_RANKS, heads, hidden), most_layers)
+
+
+def group_sizes(ranks: int, heads: int, hidden: int, least: int = 1) -> tuple[int, ...]:
+    """The powers of two from ``least`` to ``ranks`` that divide the heads and the hidden size."""
+    powers = (1 << power for power in range(max(ranks, 0).bit_length()))
+    return tuple(k for k in powers if least <= k <= ranks and heads % k == 0 and hidden % k == 0)
+
+
 Devices = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]  # replica, stage, rank -> speed; 0: dead
 
 

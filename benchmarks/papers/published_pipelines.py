@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from fabric.health.planning.layout import ModelCut
 from papers.figures import AIM, RESIHP, Figure
 from papers.pipeline_policies import (
     Oobleck,
@@ -19,6 +18,7 @@ from papers.pipeline_policies import (
     ResiHp,
     Unequal,
     Unmitigated,
+    model_cut,
 )
 from papers.pipeline_runs import DeviceFaults, mean_throughput, run_pipelines
 
@@ -52,7 +52,7 @@ INTERVALS_S = {"2 h": 2 * _HOUR_S, "1 h": _HOUR_S, "30 min": _HOUR_S / 2}
 TABLE = (
     TableRow(
         "L2-7B",
-        PipelineJob(ModelCut(32, heads=32, hidden=4096), replicas=2, stages=4, group=4, micro_batches=32),
+        PipelineJob(model_cut(32, 32, 4096), replicas=2, stages=4, group=4, micro_batches=32),
         8.22,
         {
             "Oobleck": {"2 h": 6.04, "1 h": 4.59},
@@ -63,7 +63,7 @@ TABLE = (
     ),
     TableRow(
         "L2-13B",
-        PipelineJob(ModelCut(40, heads=40, hidden=5120), replicas=2, stages=8, group=4, micro_batches=32),
+        PipelineJob(model_cut(40, 40, 5120), replicas=2, stages=8, group=4, micro_batches=32),
         8.05,
         {
             "Oobleck": {"2 h": 6.47, "1 h": 4.79},
@@ -140,7 +140,7 @@ def _order(ours: Mapping[tuple[str, str, str], float]) -> Iterator[Figure]:
 
 def _ablation(worlds: int) -> Iterator[Figure]:
     """The gain of each part of ResiHP: the throughput lost without the part. Eight of 64 devices are dead."""
-    job = PipelineJob(ModelCut(32, heads=32, hidden=4096), replicas=4)
+    job = PipelineJob(model_cut(32, 32, 4096), replicas=4)
     faults = DeviceFaults(_HOUR_S / 2, 8)
     full = share_of_healthy(job, ResiHp(), faults, worlds)
     parts = (
@@ -159,7 +159,7 @@ def _ablation(worlds: int) -> Iterator[Figure]:
 
 def _slow(worlds: int) -> Iterator[Figure]:
     """Slow devices alone, at 256 devices: 1.32 to 3.31 times the unmitigated run are published."""
-    job = PipelineJob(ModelCut(32, heads=32, hidden=4096), replicas=16)
+    job = PipelineJob(model_cut(32, 32, 4096), replicas=16)
     for speed, count in ((0.7, 2), (0.3, 2)):
         faults = DeviceFaults(_HOUR_S, count, slow_share=1.0, slow_speeds=(speed, speed))
         values = [share_of_healthy(job, p, faults, worlds) for p in (ResiHp(), Unequal(), Unmitigated())]
@@ -172,7 +172,7 @@ def _slow(worlds: int) -> Iterator[Figure]:
 
 def _mixed(worlds: int) -> Iterator[Figure]:
     """Dead and slow devices at 64 devices: 1.04 to 4.39 times ReCycle and Oobleck are published."""
-    job = PipelineJob(ModelCut(32, heads=32, hidden=4096), replicas=4)
+    job = PipelineJob(model_cut(32, 32, 4096), replicas=4)
     faults = DeviceFaults(_HOUR_S / 2, 8, slow_share=0.5)
     values = {name: share_of_healthy(job, policy, faults, worlds) for name, policy in POLICIES.items()}
     for worse in ("Oobleck", "ReCycle"):

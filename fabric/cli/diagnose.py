@@ -20,6 +20,7 @@ from fabric.collectives.plain_pickle import BadRecording
 from fabric.collectives.recording import MAX_BYTES, Process, Recording, parse_recording, read_recording
 from fabric.collectives.report import CollectiveReport, explain
 from fabric.errors import ConfigError, Unreachable
+from fabric.lighthouse.diagnosis.rank_probe import main_thread
 from fabric.runtime.http.dial_errors import describe
 from fabric.runtime.http.http_service import read_token
 from fabric.runtime.http.lighthouse_client import understood
@@ -206,7 +207,9 @@ class Look:
     def add(self, target: ServerTarget, answers: Mapping[str, tuple[bytes, str]]) -> None:
         """Take the answers of one process's checkpoint server."""
         process, reasons = target.process, []
-        main, state = _main_thread(_json(answers[_STACKS][0]))
+        _, frames, sleeps = main_thread(_json(answers[_STACKS][0]))
+        main = tuple(line[:300] for line in frames[:_MAX_FRAMES])
+        state = "stopped" if sleeps.split(" ")[0] in ("T", "t") else ""
         for what in (_TORCH, _OWN):
             body, problem = answers[what]
             if problem:
@@ -239,21 +242,6 @@ def job_targets(status: Mapping[str, Any]) -> list[ServerTarget]:
             if str(url).startswith(("http://", "https://"))
         ]
     return targets
-
-
-def _main_thread(stacks: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
-    """The main thread's stack, and whether the kernel says that the process is stopped."""
-    kernel = stacks.get("kernel")
-    first = kernel[0] if isinstance(kernel, list) and kernel and isinstance(kernel[0], dict) else {}
-    state = "stopped" if first.get("state") in ("T", "t") else ""
-    threads = stacks.get("threads")
-    frames = [t.get("stack") for t in threads if isinstance(t, dict)] if isinstance(threads, list) else []
-    stacks_of_text = [x for x in frames if isinstance(x, list) and all(isinstance(line, str) for line in x)]
-    if not stacks_of_text:
-        return (), state
-    # The interpreter lists the main thread first; a dump by signal lists it last.
-    main = stacks_of_text[0] if stacks.get("how") == "interpreter" else stacks_of_text[-1]
-    return tuple(line[:300] for line in main[:_MAX_FRAMES]), state
 
 
 def _json(data: bytes) -> Mapping[str, Any]:

@@ -19,15 +19,14 @@ import click
 
 from fabric import command_of_another
 from fabric.ckpt_server.durable.storage import ANSWER_S, Storage, StorageCall, StorageError
-from fabric.cli.store_options import store_access, store_access_options
+from fabric.cli.lighthouse_options import store_access, store_access_options
 from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.model import printable
 from fabric.runtime.config import Settings, advertised_host, refuse_unknown_variables, settings
-from fabric.runtime.host_memory import available_bytes
 from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.http_service import bind_first_free, parse_ports
 from fabric.runtime.http.lighthouse_client import understood
-from fabric.runtime.system_calls import create_memfd, open_pidfd
+from fabric.runtime.system_calls import available_bytes, create_memfd, open_pidfd
 from fabric.store import EtcdAccess, open_store
 
 _ANSWER_S = 3.0

@@ -19,8 +19,14 @@ from fabric.cli.terminal_text import plain_console, print_table
 from fabric.drill.judge.drill_record import DrillRecord
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
-from fabric.drill.report.documents import as_json, as_junit, page_of
-from fabric.drill.report.tables import expectation_table, fault_table, kind_table
+from fabric.drill.report.documents import (
+    as_json,
+    as_junit,
+    expectation_table,
+    fault_table,
+    kind_table,
+    page_of,
+)
 from fabric.drill.run.drill_loop import DrillRun
 from fabric.drill.run.running_job import RunningDrill, RunningJob, RunningOptions
 from fabric.drill.run.started_job import JobOptions

@@ -7,8 +7,7 @@ from typing import Any
 import click
 import uvloop
 
-from fabric.cli.lighthouse_options import current_tls
-from fabric.cli.store_options import store_access, store_access_options
+from fabric.cli.lighthouse_options import current_tls, store_access, store_access_options
 from fabric.lighthouse.gc_tuning import THRESHOLDS
 from fabric.lighthouse.jobs.jobs import Quotas
 from fabric.lighthouse.service import LighthouseSettings, run

@@ -68,7 +68,7 @@ _GROUPS: dict[str, dict[str, _Command]] = {
         ),
         "top": _Command("fabric.cli.status:top", "The same, live.", "top --job gpt"),
         "events": _Command(
-            "fabric.cli.events:events",
+            "fabric.cli.status:events",
             "Show what happened to a job, or follow what happens.",
             "events --job gpt --follow",
             first=True,

@@ -17,9 +17,8 @@ from fabric.cli.lighthouse_options import lighthouse_only_options, lighthouses_o
 from fabric.cli.terminal_text import plain_console
 from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
 from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, SlowReplicas, preset
-from fabric.plan.failures import FailureModel
+from fabric.plan.failures import FailureModel, phases_of, read_trace
 from fabric.plan.report import report
-from fabric.plan.traces import phases_of, read_trace
 
 # The options that describe the cluster, by the names of its fields.
 _DESCRIPTION = (

@@ -17,8 +17,7 @@ from fabric.ckpt_server.state.content_digest import ContentDigests, first_copies
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaCopyStream
 from fabric.ckpt_server.state.training_state import StateDescriber, check_serialisable
 from fabric.ckpt_server.wire.server_settings import ServerSettings
-from fabric.client.control.engine import EngineParts
-from fabric.client.control.failed_rounds import FailedRounds
+from fabric.client.control.engine import EngineParts, FailedRounds
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.data.sampler import StepSampler
@@ -56,8 +55,7 @@ from fabric.drill.injection.injector import start_injector
 from fabric.errors import ConfigError, FabricError, ServerLost
 from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.buckets import FlatGradients
-from fabric.ftar.lanes.epoch_lanes import LaneDirectory
-from fabric.ftar.lanes.held_parameters import held_parameters
+from fabric.ftar.lanes.epoch_lanes import LaneDirectory, held_parameters
 from fabric.ftar.plane import DataPlane
 from fabric.protocol.rules.adaptive_timeout import Budget
 from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of

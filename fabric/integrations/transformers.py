@@ -7,23 +7,104 @@ micro-batches: it costs an optimizer step. With FABRIC_DISABLE=1 every method is
 """
 
 import contextlib
-from collections.abc import Mapping
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
 
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
 from fabric.integrations.accelerate.one_process import one_process
 from fabric.integrations.huggingface.arguments import refuse
-from fabric.integrations.huggingface.checkpoints import CheckpointFiles
 from fabric.integrations.huggingface.job import MovedError, StoppedError, TrainerJob
 from fabric.integrations.versions import check_version
 from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas
+
+# The checkpoint folders of a FabricTrainer: one replica writes them, under a temporary name first.
+
+
+class CheckpointFiles:
+    """The folders of ``trainer``, in its ``output_dir``."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.staging: Path | None = None  # where a checkpoint is written before it gets its name
+        self._trainer = trainer
+        self._folder = Path(trainer.args.output_dir)
+
+    def save(self, write: Callable[[], None], session: Any) -> None:
+        """Let the Trainer write a checkpoint on the one replica that writes, and then give it its name."""
+        trainer, folder = self._trainer, self._folder
+        name = f"checkpoint-{trainer.state.global_step}"
+        best = trainer.state.best_global_step
+        best_folder = folder / f"checkpoint-{best}"
+        if best and (best == trainer.state.global_step or best_folder.is_dir()):
+            trainer.state.best_model_checkpoint = str(best_folder)
+        if not session.is_writer:
+            return
+        if session.loads:
+            self._complete_history()
+        self.staging = folder / f".writing-{session.settings.replica}"
+        shutil.rmtree(self.staging, ignore_errors=True)
+        try:
+            write()
+            if best:
+                trainer.state.best_model_checkpoint = str(best_folder)
+                trainer.state.save_to_json(str(self.staging / name / "trainer_state.json"))
+            shutil.rmtree(folder / name, ignore_errors=True)
+            (self.staging / name).rename(folder / name)
+        finally:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            self.staging = None
+        rotate_checkpoints(
+            output_dir=str(folder),
+            save_total_limit=trainer.args.save_total_limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+    def _complete_history(self) -> None:
+        """Take what was logged before this replica joined from the newest checkpoint of another writer."""
+        history = self._trainer.state.log_history
+        now = self._trainer.state.global_step
+        first = min((entry["step"] for entry in history), default=now)
+        names = [x.name[11:] for x in self._folder.glob("checkpoint-*")]
+        for step in sorted((int(x) for x in names if x.isdigit() and int(x) < now), reverse=True):
+            path = self._folder / f"checkpoint-{step}/trainer_state.json"
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                earlier = json.loads(path.read_text())["log_history"]
+                history[:0] = [entry for entry in earlier if entry["step"] < first]
+                return
+
+    @contextlib.contextmanager
+    def at_the_end(self, is_writer: bool) -> Iterator[None]:
+        """Let the Trainer end: it loads the best model on all replicas, and deletes on one."""
+        trainer = self._trainer
+        args, best = trainer.args, trainer.state.best_global_step
+        kept = args.save_total_limit
+        if args.load_best_model_at_end and best:
+            folder = self._folder / f"checkpoint-{best}"
+            if folder.is_dir():
+                trainer.state.best_model_checkpoint = str(folder)
+            elif not is_writer:
+                raise FabricError(
+                    f"load_best_model_at_end: this replica has no {folder}, which another replica wrote: "
+                    "give all replicas one output_dir that they share"
+                )
+        if not is_writer:
+            args.save_total_limit = None
+        try:
+            yield
+        finally:
+            args.save_total_limit = kept
+
 
 LEAST, TESTED = "5.10.1", "5.23.0"
 
@@ -117,7 +198,9 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
             within = place[1] * self.args.gradient_accumulation_steps
             named |= {"steps_trained_in_current_epoch": within, "epochs_trained": place[0]}
             named |= {"resume_from_checkpoint": "the job" if within else None}
-            named["train_dataloader"] = _unread(named["steps_in_epoch"])
+            # Return a DataLoader of this length, which the Trainer's loop skips in and never reads.
+            numbers: Any = range(named["steps_in_epoch"])
+            named["train_dataloader"] = torch.utils.data.DataLoader(numbers)
             ignored, self.args.ignore_data_skip = self.args.ignore_data_skip, False
             try:
                 with contextlib.suppress(MovedError):
@@ -213,12 +296,6 @@ def _find_device(args: Any) -> None:
     if args is not None and not args.accelerator_config.use_configured_state:
         vars(args).pop("_setup_devices", None)
         args.device  # noqa: B018
-
-
-def _unread(micro_batches: int) -> Any:
-    """Return a DataLoader of this length, which the Trainer's loop skips in and never reads."""
-    numbers: Any = range(micro_batches)
-    return torch.utils.data.DataLoader(numbers)
 
 
 __all__ = ["ConfigError", "FabricError", "FabricTrainer"]

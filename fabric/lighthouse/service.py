@@ -18,8 +18,7 @@ from pathlib import Path
 
 from fabric.errors import ConfigError, FabricError, StoreUnavailable
 from fabric.lighthouse.connections.validation import MOST_REPLICAS, check_name
-from fabric.lighthouse.diagnosis.allowed_hosts import AllowedHosts
-from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
+from fabric.lighthouse.diagnosis.rank_probe import AllowedHosts, ProbeAccess
 from fabric.lighthouse.election.election import Candidate, Election, ElectionHooks, Term
 from fabric.lighthouse.election.store_probe import WriteProbe
 from fabric.lighthouse.election.store_thread import Commit, StoreThread

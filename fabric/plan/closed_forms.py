@@ -7,8 +7,6 @@ restart. Scalars in, scalars out. Every function raises ValueError for arguments
 import math
 from dataclasses import dataclass
 
-EULER_GAMMA = 0.5772156649015329
-
 
 def stack_depth_bound(groups: int, failures: int) -> int:
     """c(k) = ceil(N / (N - k)): the least stack depth at which N - k survivors compute N types (section
@@ -26,12 +24,6 @@ def masked_failures(groups: int, redundancy: int) -> float:
     _check(groups, redundancy)
     hosts = math.comb(groups, redundancy)
     return math.fsum((1 - math.comb(k, redundancy) / hosts) ** groups for k in range(1, groups))
-
-
-def masked_failures_asymptotic(groups: int, redundancy: int) -> float:
-    """mu(N, r) for large N: Gamma(1 + 1/r) * N ** (1 - 1/r)."""
-    _check(groups, redundancy)
-    return math.gamma(1 + 1 / redundancy) * math.pow(groups, 1 - 1 / redundancy)
 
 
 def masked_failures_replication(groups: int, redundancy: int) -> float:
@@ -108,13 +100,6 @@ def best_redundancy(
         (joint_objective(groups, r, save_s=save_s, restart_s=restart_s, mtbf_s=mtbf_s) for r in candidates),
         key=lambda optimum: optimum.objective,
     )
-
-
-def best_redundancy_closed_form(groups: int) -> int:
-    """r* = floor(log2 N + gamma / ln 2), with Euler's constant gamma."""
-    if groups < 2:
-        raise ValueError(f"redundancy needs at least 2 groups, not {groups}")
-    return math.floor(math.log2(groups) + EULER_GAMMA / math.log(2))
 
 
 def _check(groups: int, redundancy: int) -> None:

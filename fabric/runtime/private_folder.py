@@ -11,6 +11,8 @@ import os
 import socket
 import stat
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fabric.errors import ConfigError
@@ -65,10 +67,29 @@ def open_private(path: Path, flags: int) -> int:
     return descriptor
 
 
+@contextmanager
+def socket_path(run_dir: Path, name: str) -> Iterator[str]:
+    """Give a short path of the socket ``name`` in ``run_dir``, valid inside the block. Raises OSError.
+
+    A unix socket's path may have 107 bytes only, so the socket is named through its folder's descriptor.
+    """
+    folder = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{name}"
+    finally:
+        os.close(folder)
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the (pid, uid) of the process at the other end of a unix socket, from the kernel."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
+
+
 def check_peer(connection: socket.socket, name: str) -> None:
     """Raise ConfigError where the process at the other end of a unix socket is another user's."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user = int(_CREDENTIALS.unpack(data)[1])
+    user = peer_of(connection)[1]
     if user != os.geteuid():
         raise ConfigError(
             f"{name} is answered by a process of user {user}, and this is user {os.geteuid()}: {_REMEDY}"

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from server_support import fetch, manifest_of, publish, publish_gradient
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.fetch import link_speed
+from fabric.ckpt_server.fetch import multi_source
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.fetch.link_speed import FAST_BYTES_S, LinkSpeed
+from fabric.ckpt_server.fetch.multi_source import FAST_BYTES_S, LinkSpeed
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.ckpt_server.wire.compression import (
     IDENTITY,
@@ -345,9 +345,9 @@ def test_a_slow_link_brings_a_state_compressed_and_says_so(served):
 @pytest.mark.parametrize("offers", [True, False], ids=["compresses", "has no blocks by number"])
 def test_compressed_bytes_are_verified_after_decompression(served, url, monkeypatch, offers):
     """Fetch compressed weights from a server that compresses and from a server of the version before."""
-    monkeypatch.setattr(link_speed, "_FIRST_PLAIN", 0)
-    monkeypatch.setattr(link_speed, "FAST_BYTES_S", 1e15)
-    monkeypatch.setattr(link_speed, "GAIN", 0.0)
+    monkeypatch.setattr(multi_source, "_FIRST_PLAIN", 0)
+    monkeypatch.setattr(multi_source, "FAST_BYTES_S", 1e15)
+    monkeypatch.setattr(multi_source, "GAIN", 0.0)
     if not offers:
         monkeypatch.setattr(
             "fabric.ckpt_server.fetch.multi_source.BLOCKS_PATH", "/v1/snapshots/{}/nothing/{}-{}{}"

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from fabric.ckpt_server.server.crash_position import MARKER_BYTES, CrashLog, encode_marker
-from fabric.ckpt_server.server.memfd import Memfd
-from fabric.ckpt_server.server.slots import CRASH_MARKER, SlotTable
+from fabric.ckpt_server.server.slots import CRASH_MARKER, Memfd, SlotTable
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.lighthouse.connections.validation import decode_status
 from fabric.model import MAX_MICRO_BATCHES, Death

@@ -16,7 +16,8 @@ from server_support import ROOT, end, fetch, wait_for
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.server.debug_probe import catches, kernel_threads, parse_dump
-from fabric.ckpt_server.wire.channel_protocol import DEBUG_SOCKET_NAME, STACKS_SIGNAL, socket_path
+from fabric.ckpt_server.wire.channel_protocol import DEBUG_SOCKET_NAME, STACKS_SIGNAL
+from fabric.runtime.private_folder import socket_path
 
 TRAINER = """
 import ctypes, json, os, sys, threading

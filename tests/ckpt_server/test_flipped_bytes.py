@@ -20,7 +20,7 @@ import pytest
 from server_support import manifest_of, publish, snapshot_file
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.fetch import link_speed
+from fabric.ckpt_server.fetch import multi_source
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.format.digest import bytes_digest
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
@@ -185,8 +185,8 @@ def target(served: ServerHandle) -> tuple[str, int]:
 def test_no_flipped_byte_in_transit_is_accepted(target, kind, monkeypatch):
     if kind == "compressed state":  # compress from the first range on
         for name in ("_FIRST_PLAIN", "_MIN_BYTES", "GAIN"):
-            monkeypatch.setattr(link_speed, name, 0)
-        monkeypatch.setattr(link_speed, "FAST_BYTES_S", 1e15)
+            monkeypatch.setattr(multi_source, name, 0)
+        monkeypatch.setattr(multi_source, "FAST_BYTES_S", 1e15)
     with FlippingProxy(target) as proxy:
         clean = FETCH[kind](fetcher(30.0), proxy.url)
     assert clean.told and not clean.error and not clean.warned

@@ -31,9 +31,9 @@ from fabric.ckpt_server.fetch import local_source, multi_source
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.fetch.http_source import HttpAddress
 from fabric.ckpt_server.fetch.local_source import HostMemory
-from fabric.ckpt_server.server.local_reads import LocalReadServer
 from fabric.ckpt_server.server.slot_content import snapshot_content
 from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
+from fabric.ckpt_server.server.unix_sockets import LocalReadServer
 from fabric.ckpt_server.wire.channel_protocol import LOG_NAME, local_socket_name
 from fabric.errors import Gone, IntegrityError, StateError
 from fabric.model import SnapshotRef

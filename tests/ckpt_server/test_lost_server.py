@@ -13,8 +13,7 @@ from ckpt_server.test_durable_format import objects, write_one
 from server_support import alive, fetch, manifest_of, publish, snapshot_file, wait_for
 
 import fabric.client
-from fabric.ckpt_server.attach.request_channel import RequestChannel
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach.server_handle import RequestChannel, ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard.relayout import Layout
 from fabric.ckpt_server.state.snapshot import CpuCopier
@@ -26,8 +25,7 @@ from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshot_policy import EverySteps
-from fabric.client.state.snapshot_slots import SnapshotSlots
-from fabric.client.state.snapshots import Snapshots
+from fabric.client.state.snapshots import Snapshots, SnapshotSlots
 from fabric.client.state.state_loader import StateLoader
 from fabric.errors import FabricError, ServerLost
 from fabric.ftar.host.cpu_ring import CpuRing
@@ -271,7 +269,7 @@ class TestAServerThatIsStopped:
             assert asked == ["begin"]
             assert [r.getMessage() for r in caplog.records if "no snapshot of step 1" in r.getMessage()]
             stopped.go_on()
-            monkeypatch.setattr("fabric.client.state.state_digest.SLOT_S", 60.0)
+            monkeypatch.setattr("fabric.client.state.snapshots.SLOT_S", 60.0)
             snapshots.start(SnapshotRef(1, 6, ""), keeper.submit, said.append)
             snapshots.wait_copied()
             keeper.settle(within_s=30)
@@ -284,7 +282,7 @@ class TestAServerThatIsStopped:
     ):
         handle, model, said = attach(), torch.nn.Linear(100, 100), []
         keeper, go, take = Worker("keeper", raise_), threading.Event(), SnapshotSlots.take
-        monkeypatch.setattr("fabric.client.state.state_digest.SLOT_S", 0.01)
+        monkeypatch.setattr("fabric.client.state.snapshots.SLOT_S", 0.01)
         monkeypatch.setattr(SnapshotSlots, "take", lambda self: go.wait(30) and take(self))
         with contextlib.closing(CpuCopier()) as copier:
             snapshots = Snapshots(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_support import no_more_descriptors
 
-from fabric.ckpt_server.server.memfd import Memfd
+from fabric.ckpt_server.server.slots import Memfd
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch, parse_stat
 from fabric.ckpt_server.wire.http_preconditions import (
     PreconditionFailed,

@@ -23,7 +23,7 @@ from fabric.ckpt_server.fetch.local_source import HostMemory
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import SnapshotRef
-from fabric.runtime.host_memory import available_bytes
+from fabric.runtime.system_calls import available_bytes
 
 NBYTES = 40_000_000
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from server_support import DEADLINE_S, manifest_of
 
 from fabric.ckpt_server.format.safetensors_file import build_preamble
-from fabric.ckpt_server.server import send
+from fabric.ckpt_server.server import routes
 from fabric.ckpt_server.server.debug_probe import DebugProbe
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.metrics import CkptMetrics
@@ -108,7 +108,7 @@ ASKED = {
 
 @pytest.mark.parametrize("what", ASKED)
 async def test_a_reader_that_stalls_is_cut_off_and_the_slot_released(served, what, monkeypatch):
-    monkeypatch.setattr("fabric.ckpt_server.server.send.STALL_S", 0.2)
+    monkeypatch.setattr("fabric.ckpt_server.server.routes.STALL_S", 0.2)
     monkeypatch.setattr("fabric.runtime.http.http_service.STALL_S", 0.2)
     reader = Reader(served.port)
     await reader.ask(*ASKED[what])
@@ -125,7 +125,7 @@ def test_similar_names_of_tensors_are_suggested_out_of_a_hundred_thousand():
 
 async def test_only_a_few_readers_have_a_packer_of_their_own(served, monkeypatch):
     streams = threading.BoundedSemaphore(2)
-    monkeypatch.setattr(send, "_STREAMS", streams)
+    monkeypatch.setattr(routes, "_STREAMS", streams)
     readers, heads = [Reader(served.port) for _ in range(4)], []
     for reader in readers:
         await reader.ask(DATA, "Accept-Encoding: zstd\r\n")

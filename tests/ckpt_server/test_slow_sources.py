@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 import pytest
 from ckpt_server.test_fetch import BLOCK, Memory, Origin, fetcher, origins, ref, with_gradient  # noqa: F401
 
-from fabric.ckpt_server.fetch import gradient_fetch, http_source, multi_source
+from fabric.ckpt_server.fetch import fetcher as fetcher_module
+from fabric.ckpt_server.fetch import http_source, multi_source
 from fabric.ckpt_server.fetch.http_source import HttpAccess, HttpAddress, HttpConnection
-from fabric.ckpt_server.fetch.range_queue import RangeQueue
+from fabric.ckpt_server.fetch.multi_source import RangeQueue
 from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
 from fabric.ckpt_server.format.manifest import make_manifest
 from fabric.ckpt_server.reading import state_source
@@ -30,8 +31,8 @@ FOREVER_S = 600.0
 @pytest.fixture
 def hurried(monkeypatch):
     """Shorten the time for a source while other sources exist, so that the test is short."""
-    monkeypatch.setattr(gradient_fetch, "_TURN_S", 0.05)
-    monkeypatch.setattr(gradient_fetch, "_LATE_S", 0.05)
+    monkeypatch.setattr(fetcher_module, "_TURN_S", 0.05)
+    monkeypatch.setattr(fetcher_module, "_LATE_S", 0.05)
     return fetcher(timeout_s=FOREVER_S)
 
 
@@ -87,7 +88,7 @@ def test_a_gradient_comes_from_the_next_source_and_the_slow_one_is_asked_last(or
 
 
 def test_a_source_that_does_not_have_it_yet_is_not_slow(origins, hurried, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(gradient_fetch, "_LATE_S", FOREVER_S)
+    monkeypatch.setattr(fetcher_module, "_LATE_S", FOREVER_S)
     first, second = origins(2)
     for origin in (first, second):
         with_gradient(origin, 9, b"x")

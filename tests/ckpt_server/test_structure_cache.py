@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fabric.ckpt_server.state import training_state
-from fabric.ckpt_server.state.structure_cache import record_structure
-from fabric.ckpt_server.state.training_state import StateDescriber, capture, host_bytes
+from fabric.ckpt_server.state.training_state import StateDescriber, capture, host_bytes, record_structure
 from fabric.errors import StateError
 
 

@@ -35,7 +35,7 @@ def crash(error):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Make the trainer wait longer than SLOT_S for the server, because the machine may be loaded."""
-    monkeypatch.setattr("fabric.client.state.state_digest.SLOT_S", 60.0)
+    monkeypatch.setattr("fabric.client.state.snapshots.SLOT_S", 60.0)
 
 
 @pytest.fixture

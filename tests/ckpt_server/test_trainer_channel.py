@@ -16,11 +16,12 @@ from server_support import fetch, publish, snapshot_file
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.wire.channel_protocol import (
     MAX_FIRST_LINE_BYTES,
+    SOCKET_NAME,
     LineBuffer,
     encode_line,
-    socket_path,
 )
 from fabric.errors import ProtocolError
+from fabric.runtime.private_folder import socket_path
 
 ATTACH = {"op": "attach", "pid": os.getpid(), "incarnation": 1, "job": "job", "replica": "r0"}
 
@@ -30,7 +31,7 @@ class Raw:
 
     def __init__(self, handle: ServerHandle) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        with socket_path(handle._settings.run_dir) as path:
+        with socket_path(handle._settings.run_dir, SOCKET_NAME) as path:
             self._socket.connect(path)
         self._socket.settimeout(20)
         self._file = self._socket.makefile("rb")

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from fabric.audit.journal import read_run
 from fabric.audit.verify import Verdict, judge
-from fabric.cli.demo.report import render, write_report
+from fabric.cli.demo.command import render, write_report
 from fabric.cli.terminal_text import print_table
 from fabric.drill.report.charts import nice_ticks
-from fabric.drill.report.tables import failure_table, join_table, overview_table
+from fabric.drill.report.documents import failure_table, join_table, overview_table
 
 
 @pytest.fixture

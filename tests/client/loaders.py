@@ -2,12 +2,9 @@
 
 from typing import Any
 
-from fabric.client.data.fetching import IndexFetcher, StreamFetcher
-from fabric.client.data.iterable_stream import IterableStream
-from fabric.client.data.loader import Loader
-from fabric.client.data.reading_threads import ReadingThreads
+from fabric.client.data.fetching import IndexFetcher, IterableStream, StreamFetcher
+from fabric.client.data.loader import Loader, ReadingThreads, WorkerOptions, WorkerProcesses
 from fabric.client.data.sample_plan import SamplePlan
-from fabric.client.data.worker_processes import WorkerOptions, WorkerProcesses
 
 
 def loader_of(

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from fabric.client.gradients import device_digest
-from fabric.client.gradients.device_digest import DeviceDigest
+from fabric.client.gradients import gradient_backend
+from fabric.client.gradients.gradient_backend import DeviceDigest
 
 
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> DeviceDigest:
-    monkeypatch.setattr(device_digest, "BLOCK_WORDS", 8)
+    monkeypatch.setattr(gradient_backend, "BLOCK_WORDS", 8)
     return DeviceDigest(torch.device("cpu"))
 
 

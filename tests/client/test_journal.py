@@ -10,7 +10,7 @@ import pytest
 from protocol.makers import record_of
 
 from fabric.audit.journal import parse_journal
-from fabric.client.control.round_journal import RoundJournal
+from fabric.client.control.engine import RoundJournal
 from fabric.client.process.journal import Journal
 
 

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fabric.client.process import micro_benchmark
-from fabric.client.process.micro_benchmark import MOST_S, measure
-from fabric.client.process.step_clock import StepClock
+from fabric.client.process import step_clock
+from fabric.client.process.step_clock import MOST_S, StepClock, measure
 from fabric.protocol.messages import member_events as io
 
 CPU = torch.device("cpu")
@@ -19,7 +18,7 @@ class Now:
 
     def __init__(self, monkeypatch) -> None:
         self.at = 50.0
-        monkeypatch.setattr(micro_benchmark, "time", SimpleNamespace(monotonic=lambda: self.at))
+        monkeypatch.setattr(step_clock, "time", SimpleNamespace(monotonic=lambda: self.at))
 
     def operation(self, *seconds: float):
         """Return an operation whose runs take these seconds in turn, the last of them for ever."""
@@ -32,8 +31,8 @@ class Now:
 
 
 def with_operations(monkeypatch, product, copy) -> None:
-    monkeypatch.setattr(micro_benchmark, "_product", product)
-    monkeypatch.setattr(micro_benchmark, "_copy", copy)
+    monkeypatch.setattr(step_clock, "_product", product)
+    monkeypatch.setattr(step_clock, "_copy", copy)
 
 
 def test_it_measures_a_product_and_a_copy_on_the_host():
@@ -95,7 +94,7 @@ def test_rank_0_alone_echoes_and_no_device_is_measured(monkeypatch):
     def echo(number: int, peer: str):
         at[0] += 9.0
         assert peer == "r1"
-        return micro_benchmark.SpeedMeasurement(number, round_trip_s=0.5)
+        return step_clock.SpeedMeasurement(number, round_trip_s=0.5)
 
     monkeypatch.setattr("fabric.client.process.step_clock.measure", measure_device)
     for rank, answers in ((0, [(4, 0.5)]), (1, [])):
@@ -115,7 +114,7 @@ def test_its_time_counts_for_no_phase_and_it_is_reported_once(monkeypatch):
 
     def run(number, rank, _device):
         at[0] += 9.0
-        return micro_benchmark.SpeedMeasurement(number, rank, 1.0, 1.0)
+        return step_clock.SpeedMeasurement(number, rank, 1.0, 1.0)
 
     monkeypatch.setattr("fabric.client.process.step_clock.measure", run)
     parameters = [("weight", torch.ones(1))]

@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fabric.audit.sample_order import DataOrder
+from fabric.audit.audit import DataOrder
 from fabric.client.data.loader import DataReader, make_loader, parse_options
 from fabric.client.data.orders import SamplerOrder
 from fabric.client.data.sample_plan import SamplePlan

@@ -3,11 +3,11 @@
 import asyncio
 import socket
 
-from fabric.client.control.rank_links import HeadLinks
+from fabric.client.control.rank_engines import HeadLinks
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import RankOutcome, encode_outcome
-from fabric.transport.framing import frame
 from fabric.transport.greeting import Greeting
+from fabric.transport.link import frame
 
 
 def greeting(rank: int) -> Greeting:

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fabric.ckpt_server.fetch.fetcher import FetchResult
-from fabric.ckpt_server.fetch.gradient_fetch import GradientMeta
+from fabric.ckpt_server.fetch.fetcher import FetchResult, GradientMeta
 from fabric.ckpt_server.format.digest import file_digest
 from fabric.ckpt_server.reshard.rank_files import LayoutChanged, ServedRankFile
 from fabric.client.state import fetch_thread as module

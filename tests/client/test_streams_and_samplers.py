@@ -10,9 +10,9 @@ from samplers import step_sampler
 from torch.utils.data import SequentialSampler, SubsetRandomSampler
 
 import fabric.client
-from fabric.audit.sample_order import DataOrder
+from fabric.audit.audit import DataOrder
 from fabric.ckpt_server.state.training_state import StateDescriber, host_bytes, restore
-from fabric.client.data.iterable_stream import IterableStream
+from fabric.client.data.fetching import IterableStream
 from fabric.client.data.loader import (
     DataReader,
     LoaderOptions,

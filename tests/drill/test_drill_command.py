@@ -16,8 +16,7 @@ import fabric.cli.drill as command
 from fabric.cli.main import cli
 from fabric.drill.judge.drill_record import DrillRecord
 from fabric.drill.judge.drill_verdict import judge_drill
-from fabric.drill.report.documents import as_json, as_junit, page_of
-from fabric.drill.report.tables import fault_table, kind_table
+from fabric.drill.report.documents import as_json, as_junit, fault_table, kind_table, page_of
 from fabric.drill.run import started_job
 from fabric.errors import FabricError
 from fabric.runtime.drill_orders import order_key

@@ -14,8 +14,7 @@ from fabric.drill.judge.drill_record import (
     RecoveryFacts,
     StepSighting,
 )
-from fabric.drill.judge.drill_verdict import judge_drill
-from fabric.drill.judge.timelines import OutsideTimes
+from fabric.drill.judge.drill_verdict import OutsideTimes, judge_drill
 
 FAULT = InjectedFault("kill", ("r1",), 105.0, 105.0, observed="gone", undone="started", kills=True)
 RECOVERY = RecoveryFacts("death", 105.2, step=5, step_committed=105.4, lost={"r1": LostReplica(108.0)})

@@ -14,8 +14,7 @@ from fabric.client.gradients.gradient_backend import choose_backend, device_back
 from fabric.client.gradients.gradient_slots import GradientSlot
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.device.device_api import Device
-from fabric.ftar.lanes.epoch_lanes import LaneDirectory
-from fabric.ftar.lanes.held_parameters import dtype_of
+from fabric.ftar.lanes.epoch_lanes import LaneDirectory, dtype_of
 from fabric.ftar.plane import Ring
 from fabric.model import Base, Fence, Record
 from fabric.protocol.messages import member_events as io

@@ -28,8 +28,7 @@ from fabric.ftar.chunk_headers import (
     to_previous,
     unpack,
 )
-from fabric.ftar.device.device_links import OFFER_HEAD_BYTES, offer, offer_size, read_offer
-from fabric.ftar.device.device_ring import DeviceRing
+from fabric.ftar.device.device_ring import OFFER_HEAD_BYTES, DeviceRing, offer, offer_size, read_offer
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ring_harness import WAIT_S, RingMembers, random_tensor, same_bits, socket_ring
 
-from fabric.ftar.device.piece_order import order_pieces
 from fabric.ftar.reduce_ops import Reduction
-from fabric.ftar.ring_schedule import DTYPE_CODES, segment_bounds
+from fabric.ftar.ring_schedule import DTYPE_CODES, order_pieces, segment_bounds
 
 LENGTHS = [0, 1, 15, 17, 64, 65, 1000, 4099]
 FORMS = {"shared memory": {"shares": True}, "tcp": {"shares": False}}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ring_harness import WAIT_S, names, same_bits, socket_ring, wait_until
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
-from fabric.ftar.communicators import nccl
+from fabric.ftar.communicators import process_group_plane
 from fabric.ftar.communicators.process_group_plane import GroupPlane, Rendezvous
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction, mean
@@ -207,4 +207,4 @@ def test_misuse_is_refused_in_a_sentence():
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
 def test_without_nccl_a_sentence_says_so():
     with pytest.raises(ConfigError, match="has no NCCL"):
-        nccl.NcclFactory(torch.device("cuda", 0))
+        process_group_plane.NcclFactory(torch.device("cuda", 0))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
-from fabric.ftar.device import device_links
+from fabric.ftar.device import device_ring
 from fabric.ftar.device.device_api import SharedMemoryHandle
 
 HANDLES = st.builds(
@@ -29,20 +29,20 @@ HANDLES = st.builds(
 
 @given(HANDLES)
 def test_a_packed_memory_handle_unpacks_unchanged(handle):
-    sent = device_links.offer(handle)
-    head, body = sent[: device_links.OFFER_HEAD_BYTES], sent[device_links.OFFER_HEAD_BYTES :]
-    assert device_links.offer_size(head) == len(body) <= device_links.MAX_OFFER_BYTES
-    assert device_links.read_offer(body) == handle
+    sent = device_ring.offer(handle)
+    head, body = sent[: device_ring.OFFER_HEAD_BYTES], sent[device_ring.OFFER_HEAD_BYTES :]
+    assert device_ring.offer_size(head) == len(body) <= device_ring.MAX_OFFER_BYTES
+    assert device_ring.read_offer(body) == handle
 
 
 def test_an_offer_may_contain_no_memory_handle():
-    assert device_links.read_offer(device_links.offer(None)[device_links.OFFER_HEAD_BYTES :]) is None
+    assert device_ring.read_offer(device_ring.offer(None)[device_ring.OFFER_HEAD_BYTES :]) is None
 
 
 @given(st.binary(min_size=1, max_size=300))
 def test_arbitrary_bytes_are_refused_as_a_memory_handle(body):
     with pytest.raises(ProtocolError):
-        device_links.read_offer(body)
+        device_ring.read_offer(body)
 
 
 @pytest.mark.parametrize(
@@ -61,17 +61,17 @@ def test_arbitrary_bytes_are_refused_as_a_memory_handle(body):
     ],
 )
 def test_every_field_of_a_handle_is_checked(change):
-    sent = device_links.offer(SharedMemoryHandle("h", "d", 5, b"x", 6, 7, b"y", 8, b"z", False))[
-        device_links.OFFER_HEAD_BYTES :
+    sent = device_ring.offer(SharedMemoryHandle("h", "d", 5, b"x", 6, 7, b"y", 8, b"z", False))[
+        device_ring.OFFER_HEAD_BYTES :
     ]
     assert change[0] in sent
     with pytest.raises(ProtocolError, match="has not the fields"):
-        device_links.read_offer(sent.replace(*change))
+        device_ring.read_offer(sent.replace(*change))
 
 
 def test_an_offer_is_bounded_before_memory_is_taken():
     with pytest.raises(ProtocolError):
-        device_links.offer_size(b"FDO1" + (device_links.MAX_OFFER_BYTES + 1).to_bytes(4, "little"))
+        device_ring.offer_size(b"FDO1" + (device_ring.MAX_OFFER_BYTES + 1).to_bytes(4, "little"))
 
 
 def test_memory_of_strangers_is_not_opened():

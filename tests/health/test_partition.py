@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.health.planning.partition import cut_layers, group_sizes, micro_batch_shares, select_group
+from fabric.health.planning.partition import cut_layers, micro_batch_shares, select_group
 
 speeds = st.floats(min_value=0.01, max_value=4.0)
 
@@ -110,17 +110,17 @@ def test_layers_that_cannot_be_cut_into_the_stages_are_refused(layers, values, m
 
 
 @pytest.mark.parametrize(
-    ("values", "ranks", "standbys", "speed"),
+    ("values", "ranks", "speed"),
     [
-        ((1, 1, 1, 0.4), (0, 1), (2, 3), 2.0),
-        ((1, 1, 1, 0.6), (0, 1, 2, 3), (), 2.4),
-        ((1, 1, 1, 0), (0, 1), (2,), 2.0),
-        ((0.4, 1, 0.9, 1), (1, 3), (0, 2), 2.0),
+        ((1, 1, 1, 0.4), (0, 1), 2.0),
+        ((1, 1, 1, 0.6), (0, 1, 2, 3), 2.4),
+        ((1, 1, 1, 0), (0, 1), 2.0),
+        ((0.4, 1, 0.9, 1), (1, 3), 2.0),
     ],
 )
-def test_the_group_with_the_largest_throughput_works_and_the_rest_stands_by(values, ranks, standbys, speed):
+def test_the_group_with_the_largest_throughput_works(values, ranks, speed):
     choice = select_group(dict(enumerate(values)), (1, 2, 4))
-    assert (choice.ranks, choice.standbys, choice.speed) == (ranks, standbys, pytest.approx(speed))
+    assert (choice.ranks, choice.speed) == (ranks, pytest.approx(speed))
 
 
 @given(st.lists(st.floats(0, 2.0), min_size=1, max_size=6), st.sets(st.integers(1, 7), min_size=1))
@@ -136,21 +136,7 @@ def test_no_allowed_group_is_faster_and_no_smaller_one_as_fast(values, sizes):
     best = max(throughput.values())
     assert throughput[choice.ranks] == choice.speed == best
     assert len(choice.ranks) == min(len(group) for group in groups if throughput[group] == best)
-    assert sorted(choice.ranks + choice.standbys) == living
-
-
-@pytest.mark.parametrize(
-    ("ranks", "heads", "hidden", "least", "sizes"),
-    [
-        (4, 32, 4096, 1, (1, 2, 4)),
-        (3, 32, 4096, 1, (1, 2)),
-        (8, 12, 768, 2, (2, 4)),
-        (3, 32, 4096, 4, ()),
-        (0, 32, 4096, 1, ()),
-    ],
-)
-def test_a_group_has_a_power_of_two_that_divides_the_model_and_holds_it(ranks, heads, hidden, least, sizes):
-    assert group_sizes(ranks, heads, hidden, least) == sizes
+    assert set(choice.ranks) <= set(living)
 
 
 # --- bad input --------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fabric.health.predictor import WARM_UP, WorkPredictor
+from fabric.health.detector import WARM_UP, WorkPredictor
 from fabric.health.work import WorkAmount
 
 HIDDEN = 4096

@@ -14,7 +14,7 @@ SHARES, REPARTITION, EXCLUSION, DRAIN = RemedyKind
 ALONE = StageLayout(((0,),), (12,))
 PIPELINE = StageLayout(((0,), (1,), (2,)), (4, 4, 4))
 GROUPS = StageLayout(((0, 1, 2, 3), (4, 5, 6, 7)), (6, 6))
-CUT = ModelCut(12, heads=12, hidden=768)
+CUT = ModelCut(12, sizes=(1, 2, 4))
 
 
 def single(name: str, speed: float, micro_batches: int = 4) -> ReplicaHealth:
@@ -155,15 +155,6 @@ def test_a_repartition_that_does_not_pay_back_its_rejoin_is_not_proposed():
     assert kinds(propose(slow_stage(), ActionRules(horizon_s=10.0))) == [SHARES]
 
 
-def test_a_layout_is_taken_back_when_the_cause_is_gone():
-    recut = replace(PIPELINE, layers=(5, 2, 5))
-    healthy = ReplicaHealth("r0", 1, PIPELINE, (1, 1, 1), 18)
-    back = job(healthy, replace(healthy, replica="r1", micro_batches=14, now=recut))
-    layout = next(r for r in propose(back, ActionRules()) if r.kind is REPARTITION)
-    assert layout.undoes and layout.plan.of("r1").layout == PIPELINE
-    assert "healthy again" in layout.reason
-
-
 def test_the_users_own_uneven_split_of_layers_stays():
     own = replace(PIPELINE, layers=(5, 4, 3))
     healthy = ReplicaHealth("r0", 1, own, (1, 1, 1), 8)
@@ -203,8 +194,8 @@ def test_a_stage_without_a_living_group_leaves_its_layers_to_the_others():
 @pytest.mark.parametrize(
     ("cut", "sentence"),
     [
-        (ModelCut(12, heads=12, hidden=768, most_layers=6), "1 stages of at most 6 layers"),
-        (ModelCut(12, heads=12, hidden=768, can_repartition=False), "the script cannot move its layers"),
+        (replace(CUT, most_layers=6), "1 stages of at most 6 layers"),
+        (replace(CUT, can_repartition=False), "the script cannot move its layers"),
     ],
 )
 def test_a_layout_that_the_model_cannot_be_cut_into_is_refused_in_one_sentence(cut, sentence):
@@ -212,7 +203,7 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_refused_in_one_sentence(c
     lost = ReplicaHealth("r1", 0, GROUPS, (0, 0, 0, 0, 1, 1, 1, 1), 0)
     assert propose(job(healthy, lost, cut=cut), ActionRules()) == ()
     with pytest.raises(ValueError, match=sentence):
-        exclude(lost.usual, lost.speeds, cut)
+        exclude(lost.layout, lost.speeds, cut)
 
 
 def test_a_script_that_cannot_build_other_layouts_gets_shares_alone():

@@ -7,8 +7,7 @@ pytest.importorskip("pytorch_lightning")
 from pytorch_lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric.integrations.lightning.epochs import EpochShape
-from fabric.integrations.lightning.job import FirstOf
+from fabric.integrations.lightning.job import EpochShape, FirstOf
 
 
 class Slope(LightningModule):

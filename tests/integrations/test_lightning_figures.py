@@ -11,8 +11,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from fabric.errors import ConfigError
-from fabric.integrations.lightning.figures import JobFigures
-from fabric.integrations.lightning.torchmetrics_states import MOST_NUMBERS
+from fabric.integrations.lightning.figures import MOST_NUMBERS, JobFigures
 
 
 class Net(LightningModule):

@@ -17,8 +17,7 @@ from fabric.errors import ConfigError
 from fabric.integrations.adopt import frameworks
 from fabric.integrations.adopt.adoption import run_adopted
 from fabric.integrations.lightning import FabricStrategy, arguments
-from fabric.integrations.lightning.counters import set_counters, set_place
-from fabric.integrations.lightning.epochs import EpochShape
+from fabric.integrations.lightning.job import EpochShape, set_counters, set_place
 from fabric.integrations.lightning.manual import ManualSteps, check_closure
 
 DATA = TensorDataset(torch.ones(24, 2))

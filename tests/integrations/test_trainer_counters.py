@@ -3,7 +3,7 @@
 import torch
 from transformers import EarlyStoppingCallback, TrainingArguments
 
-from fabric.integrations.huggingface.counters import TrainerCounters
+from fabric.integrations.huggingface.job import TrainerCounters
 from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.transformers import FabricTrainer
 

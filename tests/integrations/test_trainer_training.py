@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, SequentialSampler, SubsetRandomSampler,
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from fabric.errors import ConfigError, FabricError
-from fabric.integrations.huggingface.checkpoints import CheckpointFiles
+from fabric.integrations.transformers import CheckpointFiles
 
 REPLICAS = 3
 

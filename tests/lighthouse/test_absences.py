@@ -15,8 +15,7 @@ from rich.console import Console
 
 from fabric.cli.status import _job
 from fabric.lighthouse.diagnosis.absences import absences, headline
-from fabric.lighthouse.history.launches import LaunchReport
-from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, Recoveries, from_json
+from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, LaunchReport, Recoveries, from_json
 from fabric.lighthouse.http.job_status import _member_view
 from fabric.lighthouse.jobs.job import REFUSED as REFUSED_EVENT
 from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics

@@ -12,8 +12,7 @@ from in_process import TroubledStore, lighthouse_on
 from memory_store import MemorySpace
 
 from fabric.lighthouse.http import dashboard
-from fabric.lighthouse.http.login_limit import MOST_FAILURES, MOST_WAITING, WITHIN_S, TokenTries
-from fabric.lighthouse.http.tokens import Tokens
+from fabric.lighthouse.http.tokens import MOST_FAILURES, MOST_WAITING, WITHIN_S, Tokens, TokenTries
 
 TOKENS = Tokens("own")
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fabric.lighthouse.connections.fast_frames import FastFrames
+from fabric.lighthouse.http.websockets import FastFrames
 
 
 class Library:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fabric.lighthouse.connections import connection as codes
-from fabric.lighthouse.jobs.job_connections import STATUS_S, JobConnections
+from fabric.lighthouse.jobs.job import STATUS_S, JobConnections
 from fabric.model import SnapshotRef
 from fabric.protocol.messages import network as m
 

@@ -15,8 +15,7 @@ from protocol.test_leader import runs, started
 from test_absences import Watched
 
 from fabric.lighthouse.diagnosis.absences import absences, headline
-from fabric.lighthouse.history.launches import LaunchReport, LaunchReports
-from fabric.lighthouse.history.recovery import Recoveries
+from fabric.lighthouse.history.recovery import LaunchReport, LaunchReports, Recoveries
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io

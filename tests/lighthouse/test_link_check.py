@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fabric.lighthouse.diagnosis.link_check import LinkEcho, judge_link, witness_link
+from fabric.lighthouse.diagnosis.speed_checks import LinkEcho, judge_link, witness_link
 from fabric.model import SpeedMeasurement
 
 GOOD = (0.0004, 900e6)

@@ -10,9 +10,7 @@ from aiohttp import web
 
 from fabric.errors import ConfigError
 from fabric.lighthouse.diagnosis import rank_probe
-from fabric.lighthouse.diagnosis.allowed_hosts import AllowedHosts
-from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
-from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess, ProbeTarget, ask
+from fabric.lighthouse.diagnosis.rank_probe import AllowedHosts, PeerAddresses, ProbeAccess, ProbeTarget, ask
 from fabric.protocol.messages.network import OpenSession
 
 HERE = frozenset({"127.0.0.1"})

@@ -7,7 +7,7 @@ import pytest
 from protocol.makers import record_of
 
 from fabric.errors import ProtocolError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.jobs.record_tasks import RecordTasks
+from fabric.lighthouse.jobs.job import RecordTasks
 from fabric.protocol.messages import leader_events as io
 from fabric.runtime.tasks import Tasks
 

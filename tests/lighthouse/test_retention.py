@@ -2,8 +2,8 @@
 
 import pytest
 
+from fabric.lighthouse.jobs.job import WITNESSED_S, Retention
 from fabric.lighthouse.jobs.job_events import EventLog
-from fabric.lighthouse.jobs.retention import WITNESSED_S, Retention
 
 DAY_S = 86400.0
 WEEK_S, YEAR_S = 7 * DAY_S, 365 * DAY_S

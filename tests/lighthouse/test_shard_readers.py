@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from fabric.cli.status import _shards
-from fabric.lighthouse.diagnosis.shard_readers import shard_readers
+from fabric.lighthouse.http.job_status import shard_readers
 from fabric.model import Base, Member, Record, Sharing
 from fabric.protocol.rules.assignment import Work, share_out
 

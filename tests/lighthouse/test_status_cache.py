@@ -9,7 +9,7 @@ from in_process import Clock, lighthouse_on
 from lighthouse_support import close_all, eventually, start_job
 from memory_store import MemorySpace, MemoryStore
 
-from fabric.lighthouse.http import routes, status_cache
+from fabric.lighthouse.http import job_status, routes
 
 VIEWERS = 6
 
@@ -24,14 +24,14 @@ async def first_view(answer) -> dict:
 
 async def test_many_viewers_cost_one_computation_per_change(http, monkeypatch):
     clock, computed = Clock(), []
-    view = status_cache.job_text
+    view = job_status.job_text
 
     async def counted(job):
         computed.append(job.name)
         return await view(job)
 
-    monkeypatch.setattr(status_cache, "job_text", counted)
-    monkeypatch.setattr(routes, "StatusCache", lambda: status_cache.StatusCache(clock))
+    monkeypatch.setattr(job_status, "job_text", counted)
+    monkeypatch.setattr(routes, "StatusCache", lambda: job_status.StatusCache(clock))
     async with lighthouse_on(MemoryStore(MemorySpace()), lease_s=3600) as instance, AsyncExitStack() as stack:
 
         async def leads() -> bool:

@@ -5,9 +5,7 @@ import dataclasses
 import pytest
 
 from fabric.model import Member
-from fabric.plan.engine import SimulatedJob, simulate
-from fabric.plan.failures import FailSlow, Fixed, Poisson, Repair, Trace
-from fabric.plan.policies import (
+from fabric.plan.advice import (
     CheckpointRestart,
     ConstantBatch,
     FtHsdp,
@@ -15,6 +13,8 @@ from fabric.plan.policies import (
     SPARePolicy,
     busiest_of_spread,
 )
+from fabric.plan.engine import SimulatedJob, simulate
+from fabric.plan.failures import FailSlow, Fixed, Poisson, Repair, Trace
 from fabric.protocol.rules.assignment import spread
 
 NEVER = Fixed(1e11)

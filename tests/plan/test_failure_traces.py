@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fabric.plan.traces import phases_of, read_trace
+from fabric.plan.failures import phases_of, read_trace
 
 GOOD = "time_h,unit,event\n1,a,fail\n3,a,repair\n4,b,fail\n4,a,fail\n10,a,repair\n"
 

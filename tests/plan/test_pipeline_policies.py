@@ -12,14 +12,14 @@ from papers.pipeline_policies import (
     Unequal,
     Unmitigated,
     chosen_speeds,
+    group_sizes,
     group_speeds,
+    model_cut,
 )
 from papers.pipeline_runs import DeviceChange, DeviceFaults, run_pipelines
 from papers.published_pipelines import TABLE, pipeline_figures, share_of_healthy
 
-from fabric.health.planning.layout import ModelCut
-
-JOB = PipelineJob(ModelCut(32, heads=32, hidden=4096), transfer_s=0.0)
+JOB = PipelineJob(model_cut(32, 32, 4096), transfer_s=0.0)
 ALL = (Oobleck(), ReCycle(), ResiHp(), Unequal(), Unmitigated())
 
 
@@ -204,3 +204,17 @@ def test_more_failures_never_help(figures):
             ]
             assert values == sorted(values, reverse=True)
             assert np.isfinite(values).all()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "hidden", "least", "sizes"),
+    [
+        (4, 32, 4096, 1, (1, 2, 4)),
+        (3, 32, 4096, 1, (1, 2)),
+        (8, 12, 768, 2, (2, 4)),
+        (3, 32, 4096, 4, ()),
+        (0, 32, 4096, 1, ()),
+    ],
+)
+def test_a_group_has_a_power_of_two_that_divides_the_model_and_holds_it(ranks, heads, hidden, least, sizes):
+    assert group_sizes(ranks, heads, hidden, least) == sizes

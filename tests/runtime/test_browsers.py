@@ -6,8 +6,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from fabric.runtime.http.browser_guard import host_of, pages_kept_out
-from fabric.runtime.http.http_service import errors_as_json, serve
+from fabric.runtime.http.http_service import errors_as_json, host_of, pages_kept_out, serve
 
 
 @pytest.fixture

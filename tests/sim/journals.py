@@ -12,10 +12,9 @@ from sim.server import FLIPPED
 from sim.trainer import Trainer
 from sim.world import World
 
-from fabric.audit.audit import audit, gather
+from fabric.audit.audit import DataOrder, audit, gather
 from fabric.audit.journal import RecordedRun, parse_journal
-from fabric.audit.sample_order import DataOrder
-from fabric.client.control.round_journal import RoundJournal
+from fabric.client.control.engine import RoundJournal
 from fabric.client.process.journal import Journal
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m

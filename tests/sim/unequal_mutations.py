@@ -10,7 +10,7 @@ import pytest
 from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.client.state.state_loader import StateLoader
 from fabric.ftar.lanes import epoch_lanes
-from fabric.ftar.lanes.rank_lanes import RankLanes
+from fabric.ftar.lanes.epoch_lanes import RankLanes
 from fabric.model import Member, SnapshotRef
 from fabric.protocol.ranks import Ranks
 from fabric.protocol.rules.lanes import Lane, ReplicaLayout, lanes_of

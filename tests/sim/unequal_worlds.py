@@ -18,7 +18,7 @@ from sim.server import Gradient, Server, digest_of
 from sim.trainer import Trainer
 from sim.transfer import POLL_S, Transfer
 
-from fabric.ckpt_server.fetch.gradient_fetch import GradientMeta
+from fabric.ckpt_server.fetch.fetcher import GradientMeta
 from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.client.state.state_loader import StateLoader, fetch_failure
 from fabric.errors import Gone, StateError, Unreachable

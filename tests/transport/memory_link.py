@@ -9,8 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from fabric.errors import ProtocolError
-from fabric.transport.framing import HEADER_BYTES, MAX_FRAME_BYTES, frame
-from fabric.transport.link import QUEUE_LIMIT_BYTES, OnClosed, OnMessage
+from fabric.transport.link import HEADER_BYTES, MAX_FRAME_BYTES, QUEUE_LIMIT_BYTES, OnClosed, OnMessage, frame
 
 
 @dataclass(slots=True)

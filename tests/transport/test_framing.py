@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
-from fabric.transport.framing import GOODBYE, MAX_FRAME_BYTES, FrameParser, frame
+from fabric.transport.link import GOODBYE, MAX_FRAME_BYTES, FrameParser, frame
 
 
 def cut(stream: bytes, cuts: list[int]) -> list[bytes]:

@@ -8,8 +8,7 @@ import pytest
 import uvloop
 
 from fabric.transport.greeting import Greeting
-from fabric.transport.handshakes import MAX_HANDSHAKES, Handshakes
-from fabric.transport.tcp import Listener, ListenerIdentity, dial
+from fabric.transport.tcp import MAX_HANDSHAKES, Handshakes, Listener, ListenerIdentity, dial
 
 TOKEN = b"token"
 DEADLINE_S = 60.0

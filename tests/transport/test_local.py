@@ -8,8 +8,15 @@ import pytest
 
 from fabric.errors import Refused, Unauthorized
 from fabric.transport.greeting import Greeting
-from fabric.transport.local import check_user, connect_locally, listen_locally, local_name
-from fabric.transport.tcp import Listener, ListenerIdentity, dial
+from fabric.transport.tcp import (
+    Listener,
+    ListenerIdentity,
+    check_user,
+    connect_locally,
+    dial,
+    listen_locally,
+    local_name,
+)
 
 TOKEN = b"a-token"
 NAME = local_name("job", "r0", 0, 3)

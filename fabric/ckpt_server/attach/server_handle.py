@@ -8,23 +8,281 @@ hanging server owes an answer, every other call raises ServerLost at once. After
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import mmap
 import os
+import select
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from fabric.ckpt_server.attach.launch import is_served, reap, start
-from fabric.ckpt_server.attach.request_channel import RequestChannel
+import fabric
 from fabric.ckpt_server.wire import gradient_index
+from fabric.ckpt_server.wire.channel_protocol import (
+    LOCK_NAME,
+    LOG_NAME,
+    MAX_LINE_BYTES,
+    SOCKET_NAME,
+    LineBuffer,
+    decode_line,
+    encode_line,
+)
 from fabric.ckpt_server.wire.gradient_index import GradientIndex, PublishedGradient
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import Int64, JobEnd, SnapshotRef
 from fabric.protocol.messages.wire import decode_as
+from fabric.runtime.private_folder import check_peer, make_private, open_private, socket_path
+from fabric.runtime.process_environment import outliving_environment
+
+# The trainer's end of the channel to its checkpoint server: one request at a time, one answer each.
+#
+# A stopped server has not ended, so it may still answer. When an answer does not come in time, the server
+# *owes* it. Until the owed answer arrives, the channel refuses every other request at once, so that the
+# trainer waits for a stopped server only once. The channel discards the late answer and takes requests
+# again.
+
+
+_RECEIVE_BYTES = 65536
+_MOST_DESCRIPTORS = 4
+
+
+class RequestChannel:
+    """A connected channel to ``name``. One thread at a time may call it; any thread may read ``hangs``."""
+
+    def __init__(self, run_dir: Path, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._lines = LineBuffer(MAX_LINE_BYTES)
+        self._owed: tuple[str, float] | None = None  # the unanswered operation, and the time of its request
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(timeout_s)
+            with socket_path(run_dir, SOCKET_NAME) as path:
+                self._socket.connect(path)
+            # Check before the first request: another user may have made the folder, and listen in it.
+            check_peer(self._socket, f"the socket of {name} in {run_dir}")
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the server has a request that it did not answer in time."""
+        return self._owed is not None
+
+    def ask(self, body: Mapping[str, object], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        """Return the answer and the descriptors sent with it. Raises Refused with the server's sentence, and
+        ServerLost without an answer; ``is_open`` then tells whether the channel can still be used."""
+        operation = str(body.get("op"))
+        self.settle()
+        if self._owed is not None:
+            owed, since = self._owed
+            raise ServerLost(
+                f"{self._name} has not answered {owed!r} for {time.monotonic() - since:.0f} s: look whether"
+                " it is stopped and continue it, or end it, so that another one is started"
+            )
+        request, began = encode_line(body), time.monotonic()
+        descriptors: list[int] = []
+        try:
+            self._send(request, timeout_s)
+            answer = self._receive(descriptors, began + timeout_s)
+        except TimeoutError as error:
+            _close_all(descriptors)
+            if self.is_open:
+                self._owed = operation, began
+            raise self._lost(operation, f"no answer within {timeout_s:g} s") from error
+        except (OSError, ProtocolError) as error:
+            _close_all(descriptors)
+            self.close()
+            raise self._lost(operation, str(error)) from error
+        if answer.get("ok") is not True:
+            _close_all(descriptors)
+            raise Refused(str(answer.get("error", f"{self._name} refused without a reason")))
+        return answer, descriptors
+
+    def settle(self) -> None:
+        """Read the owed answer if it has arrived; never wait."""
+        if self._owed is None:
+            return
+        descriptors: list[int] = []
+        try:
+            while self._lines.next_line() is None:
+                self._socket.setblocking(False)
+                self._read(descriptors)
+            self._owed = None
+        except BlockingIOError:
+            pass
+        except (OSError, ProtocolError):
+            self.close()
+        finally:
+            _close_all(descriptors)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the kernel still has the server's end of the channel."""
+        if self._socket.fileno() < 0:
+            return False
+        poll = select.poll()
+        # The server sends only answers: unrequested input is the channel's end, or an earlier answer.
+        poll.register(self._socket, select.POLLHUP | (0 if self.hangs else select.POLLIN))
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Close the channel and forget the owed answer."""
+        self._owed = None
+        self._socket.close()
+
+    def _send(self, request: bytes, timeout_s: float) -> None:
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.sendall(request)
+        except TimeoutError:
+            self.close()  # the sender cannot know how much of the request has arrived
+            raise
+
+    def _receive(self, descriptors: list[int], deadline: float) -> dict[str, Any]:
+        while (line := self._lines.next_line()) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
+            self._read(descriptors)
+        return decode_line(line)
+
+    def _read(self, descriptors: list[int]) -> None:
+        data, received, _, _ = socket.recv_fds(self._socket, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
+        descriptors += received
+        if not data:
+            raise ConnectionResetError("it has closed the channel")
+        self._lines.feed(data)
+
+    def _lost(self, operation: str, why: str) -> ServerLost:
+        return ServerLost(f"{self._name} did not answer {operation!r} ({why}): attach again, or see its log")
+
+
+# Starts a checkpoint server from its trainer, in a session of its own, so that it outlives the trainer.
+#
+# The new process reports over a pipe when trainers can attach, or why it cannot serve. Its output goes to a
+# log in the run folder. Two trainers may start a server at the same time: the folder's lock lets one server
+# win, and the other trainer attaches to the winner.
+
+
+_MAX_REPORT_BYTES = 64 * 1024
+_LOG_TAIL_BYTES = 2000
+
+# The servers that this process started; ``reap`` waits for the dead ones, so that none stays a zombie.
+_started: dict[int, "subprocess.Popen[bytes]"] = {}
+
+
+def is_served(run_dir: Path) -> bool:
+    """Whether a process holds the lock of ``run_dir``: a server that starts, serves or ends."""
+    try:
+        with os.fdopen(open_private(run_dir / LOCK_NAME, os.O_RDONLY), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def start(settings: ServerSettings, deadline: float) -> bool:
+    """Start a server and wait until it serves, or until monotonic ``deadline``.
+
+    Returns False where another server won the folder meanwhile. Raises ConfigError, Refused (with the new
+    server's sentence) or ServerLost (the new server died, or took too long).
+    """
+    make_private(settings.run_dir)
+    output_fd = open_private(settings.run_dir / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    reader, writer = os.pipe()
+    try:
+        with os.fdopen(output_fd, "ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fabric.ckpt_server", *settings.arguments(), f"--ready-fd={writer}"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(writer,),
+                # The server outlives its trainer and its launcher. The server's environment lacks the
+                # launcher's mark, because a launcher ends all processes with its mark.
+                start_new_session=True,
+                env=outliving_environment(),
+                # The folder from which this package is imported, installed or not.
+                cwd=Path(fabric.__file__).resolve().parent.parent,
+            )
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    _started[process.pid] = process
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        report = _read_report(pipe.fileno(), deadline)
+    if report is None:
+        process.kill()
+        process.wait()
+        raise ServerLost(
+            f"the checkpoint server of {settings.replica} did not start in time{_tail(settings.run_dir)}"
+        )
+    return _judge(report, process, settings)
+
+
+def reap() -> None:
+    """Wait for our servers that have died, so that none is left a zombie."""
+    for pid, process in tuple(_started.items()):
+        if process.poll() is not None:
+            _started.pop(pid, None)
+
+
+def _read_report(pipe: int, deadline: float) -> bytes | None:
+    """Return the new process's report, up to the end of its line or of the pipe; None at the deadline."""
+    report = b""
+    while not report.endswith(b"\n") and len(report) < _MAX_REPORT_BYTES:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
+            return None
+        data = os.read(pipe, _MAX_REPORT_BYTES)
+        if not data:
+            break
+        report += data
+    return report
+
+
+def _judge(report: bytes, process: "subprocess.Popen[bytes]", settings: ServerSettings) -> bool:
+    body: object = None
+    with contextlib.suppress(ValueError):
+        body = json.loads(report)
+    if isinstance(body, dict) and body.get("ok") is True:
+        return True
+    process.wait()
+    _started.pop(process.pid, None)
+    if isinstance(body, dict) and body.get("busy") is True:
+        return False
+    if isinstance(body, dict) and isinstance(body.get("error"), str):
+        raise Refused(f"the checkpoint server of {settings.replica} cannot serve: {body['error']}")
+    raise ServerLost(
+        f"the checkpoint server of {settings.replica} ended as it started, exit code {process.returncode}"
+        f"{_tail(settings.run_dir)}"
+    )
+
+
+def _tail(run_dir: Path) -> str:
+    path = run_dir / LOG_NAME
+    try:
+        with os.fdopen(open_private(path, os.O_RDONLY), "rb") as log:
+            log.seek(max(os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES, 0))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+    except (OSError, ConfigError):
+        lines = []
+    return f": its log {path} ends with: {lines[-1]}" if lines else f": see its log {path}"
+
 
 ATTACH_S = 20.0
 _ANSWER_S = 30.0

@@ -9,7 +9,6 @@ another state. So the reader verifies all bytes by the manifest's digests.
 import logging
 import os
 import socket
-import struct
 
 from fabric.ckpt_server.wire.channel_protocol import (
     LOCAL_ASK_S,
@@ -21,10 +20,10 @@ from fabric.ckpt_server.wire.channel_protocol import (
 )
 from fabric.errors import FabricError, Refused
 from fabric.model import SnapshotRef
+from fabric.runtime.private_folder import peer_of
 
 log = logging.getLogger(__name__)
 
-_CREDENTIALS = struct.Struct("iII")
 _SIGN = b"."  # the byte that the reader sends while it reads
 
 
@@ -45,7 +44,7 @@ class HostMemory:
         try:
             connection.settimeout(LOCAL_ASK_S)
             connection.connect(local_socket_name(place))
-            if _user_of(connection) != os.geteuid():
+            if peer_of(connection)[1] != os.geteuid():
                 raise Refused("another user's process listens there")
             look = {
                 "generation": state.generation,
@@ -102,11 +101,6 @@ class MemoryBody:
             if not count:
                 raise ConnectionError(f"its memory ends {len(into)} bytes too early")
             self._at, into = self._at + count, into[count:]
-
-
-def _user_of(connection: socket.socket) -> int:
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(data)[1])
 
 
 def _receive(connection: socket.socket) -> int:

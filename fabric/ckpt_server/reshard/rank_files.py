@@ -10,7 +10,7 @@ from typing import Any
 
 from fabric.ckpt_server.durable.reader import DurableCheckpoint, RankShardFile
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.fetch.range_queue import runs_of
+from fabric.ckpt_server.fetch.multi_source import runs_of
 from fabric.ckpt_server.format.safetensors_file import FileHeader, read_preamble
 from fabric.errors import StateError
 from fabric.model import SnapshotRef

@@ -34,8 +34,7 @@ from fabric.ckpt_server.format.safetensors_file import (
 )
 from fabric.ckpt_server.reshard.rank_files import Allocate, LayoutChanged, RankFile
 from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, local_shape
-from fabric.ckpt_server.state.parameter_names import names_of, parameter_names
-from fabric.ckpt_server.state.training_state import FORMAT, tensor_at
+from fabric.ckpt_server.state.training_state import FORMAT, names_of, parameter_names, tensor_at
 from fabric.ckpt_server.state.training_state import parse_description as step_and_tree
 from fabric.errors import StateError
 from fabric.model import SnapshotRef

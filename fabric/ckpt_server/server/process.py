@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -25,21 +26,59 @@ from fabric.ckpt_server.server.crash_position import CrashLog
 from fabric.ckpt_server.server.debug_probe import DebugProbe
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.lifetime import FIRST_TRAINER_S, Lifetime
-from fabric.ckpt_server.server.local_reads import LocalReadServer
-from fabric.ckpt_server.server.log_file import keep_bounded
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.routes import CkptContext, make_app
 from fabric.ckpt_server.server.slots import SlotTable
 from fabric.ckpt_server.server.trainer_channel import ServerIdentity, TrainerChannel
 from fabric.ckpt_server.server.trainer_status import StatusSender, StatusSource
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch
-from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME, socket_path
+from fabric.ckpt_server.server.unix_sockets import LocalReadServer
+from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, Refused
 from fabric.protocol.messages.network import EpochNotice, TrainerStatus
 from fabric.runtime.http.http_service import check_exposure, serve, url_host
 from fabric.runtime.http.token_file import TokenFile
-from fabric.runtime.private_folder import make_private, open_private
+from fabric.runtime.private_folder import make_private, open_private, socket_path
+
+# Limits the size of a checkpoint server's log, which no other program rotates.
+#
+# The process that starts the server opens the file for appending. So the file is copied and cut, not
+# replaced.
+
+
+MOST_BYTES = 16 << 20
+_LOOK_S = 60.0
+
+
+async def keep_bounded(path: Path) -> None:
+    """Check the size from time to time, until cancelled."""
+    while True:
+        try:
+            await asyncio.to_thread(bound, path)
+        except OSError as error:
+            log.warning("the log %s cannot be cut: %s", path, error.strerror)
+        await asyncio.sleep(_LOOK_S)
+
+
+def bound(path: Path, most: int = MOST_BYTES) -> None:
+    """Copy a log of more than ``most`` bytes to ``NAME.1``, and empty it. Raises OSError."""
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        source = os.open(path, os.O_RDWR | flags)
+    except FileNotFoundError:  # the server's output does not go to this file
+        return
+    with os.fdopen(source, "r+b") as file:
+        if os.fstat(source).st_size <= most:
+            return
+        older = path.with_name(f"{path.name}.1")
+        with contextlib.suppress(FileNotFoundError):
+            older.unlink()
+        target = os.open(older, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
+        with os.fdopen(target, "wb") as copy:
+            shutil.copyfileobj(file, copy)
+        os.ftruncate(source, 0)
+
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +138,7 @@ def listening_socket(run_dir: Path) -> Iterator[socket.socket]:
     listener.setblocking(False)
     with listener:
         (run_dir / SOCKET_NAME).unlink(missing_ok=True)
-        with socket_path(run_dir) as path:
+        with socket_path(run_dir, SOCKET_NAME) as path:
             listener.bind(path)
         (run_dir / SOCKET_NAME).chmod(0o600)
         listener.listen(128)

@@ -14,6 +14,7 @@ On a GPU a side stream waits for an event recorded behind the optimizer step, co
 copy's event; the host does not wait. Digesting begins after that event.
 """
 
+import bisect
 import contextlib
 import logging
 import os
@@ -24,7 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+import xxhash
 
 from fabric.ckpt_server.format.digest import BLOCK_BYTES
 from fabric.ckpt_server.format.manifest import make_manifest
@@ -39,11 +42,108 @@ from fabric.ckpt_server.state.block_copy import (
     as_bytes,
     tensor_extents,
 )
-from fabric.ckpt_server.state.staged_digest import StagedDigestPass
 from fabric.ckpt_server.state.training_state import StateView
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.priority import lower_priority
+
+
+class StreamEvent(Protocol):
+    """A point in a device's work."""
+
+    def synchronize(self) -> None:
+        """Block the host until the device has reached this point."""
+
+
+class CopyStream(Protocol):
+    """The operations of a device that a snapshot needs; ``CudaCopyStream`` implements them."""
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor is in the device's memory."""
+
+    def register(self, memory: Bytes) -> None:
+        """Register host memory, so that copies to it do not block; from any thread, repeated calls are
+        free."""
+
+    def begin(self) -> None:
+        """Let all later copies see all earlier compute work."""
+
+    def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        """Enqueue the copy of flat ``tensors``, one behind the other, into ``memory``."""
+
+    def end(self) -> StreamEvent:
+        """Return an event that happens after all enqueued copies."""
+
+    def bring(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        """Copy flat ``tensors``, one behind the other, into ``memory``; return when they are there."""
+
+    def staging(self, nbytes: int) -> Bytes:
+        """Return page-locked host memory."""
+
+    def hold(self, event: Any) -> None:
+        """Let later compute work wait on the device for ``event``."""
+
+    def close(self) -> None:
+        """Undo every registration."""
+
+
+# Digests a state on a device without a copy of the whole state: block by block, through page-locked memory.
+#
+# Any thread takes a block, brings it to the host over the side stream and digests it there. Several threads
+# overlap the copies with the digests.
+
+
+class StagedDigestPass(BlockPass):
+    """Digests ``view``. ``staging`` holds free buffers of BLOCK_BYTES, one for each thread that may help."""
+
+    def __init__(self, view: StateView, device: CopyStream, staging: "queue.SimpleQueue[Bytes]") -> None:
+        super().__init__(view.nbytes, ())
+        self._header = np.frombuffer(view.header, np.uint8)
+        self._extents = tensor_extents(view)
+        self._begins = [part.begin for part in self._extents]
+        self._device, self._staging = device, staging
+
+    def digests(self) -> SnapshotDigests:
+        try:
+            return super().digests()
+        finally:
+            self._extents = []
+
+    def _take(self, block: int) -> None:
+        begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self._nbytes)
+        memory = self._staging.get()
+        try:
+            target = memory[: end - begin]
+            if begin < self._header.size:
+                head = self._header[begin:end]
+                target[: head.size] = head
+            self._bring(begin, end, target)
+            self._digests[block] = xxhash.xxh3_64_hexdigest(target.data)
+        finally:
+            self._staging.put(memory)
+
+    def _bring(self, begin: int, end: int, target: Bytes) -> None:
+        """Bring the bytes [begin, end) of the tensors; neighbours on the device go in one copy."""
+        together: list[TensorExtent] = []
+        first = max(0, bisect.bisect_right(self._begins, begin) - 1)
+        for extent in self._extents[first : bisect.bisect_left(self._begins, end)]:
+            low, high = max(begin, extent.begin), min(end, extent.end)
+            if low >= high:
+                continue
+            part = TensorExtent(extent.tensor[low - extent.begin : high - extent.begin], low, high)
+            if self._device.owns(part.tensor):
+                together.append(part)
+            else:
+                target[low - begin : high - begin] = part.tensor.numpy()
+                self._flush(together, begin, target)
+        self._flush(together, begin, target)
+
+    def _flush(self, together: list[TensorExtent], begin: int, target: Bytes) -> None:
+        if together:
+            memory = target[together[0].begin - begin : together[-1].end - begin]
+            self._device.bring([part.tensor for part in together], memory)
+            together.clear()
+
 
 __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaCopyStream", "SnapshotDigests", "build_manifest"]
 
@@ -164,45 +264,6 @@ class CpuCopier:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
-
-
-class StreamEvent(Protocol):
-    """A point in a device's work."""
-
-    def synchronize(self) -> None:
-        """Block the host until the device has reached this point."""
-
-
-class CopyStream(Protocol):
-    """The operations of a device that a snapshot needs; ``CudaCopyStream`` implements them."""
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether this tensor is in the device's memory."""
-
-    def register(self, memory: Bytes) -> None:
-        """Register host memory, so that copies to it do not block; from any thread, repeated calls are
-        free."""
-
-    def begin(self) -> None:
-        """Let all later copies see all earlier compute work."""
-
-    def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
-        """Enqueue the copy of flat ``tensors``, one behind the other, into ``memory``."""
-
-    def end(self) -> StreamEvent:
-        """Return an event that happens after all enqueued copies."""
-
-    def bring(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
-        """Copy flat ``tensors``, one behind the other, into ``memory``; return when they are there."""
-
-    def staging(self, nbytes: int) -> Bytes:
-        """Return page-locked host memory."""
-
-    def hold(self, event: Any) -> None:
-        """Let later compute work wait on the device for ``event``."""
-
-    def close(self) -> None:
-        """Undo every registration."""
 
 
 class CudaCopyStream:

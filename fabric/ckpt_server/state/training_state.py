@@ -14,6 +14,8 @@ to the parameter's, which loses bits of a float32 average of a bfloat16 paramete
 file's memory.
 """
 
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +36,10 @@ from fabric.ckpt_server.format.safetensors_file import (
     parse_json,
     read_header,
 )
-from fabric.ckpt_server.state.dtensor import LocalParts, Shardings
+from fabric.ckpt_server.state.dtensor import LocalParts, Shardings, is_sharded, local_part
 from fabric.ckpt_server.state.encoding import (
     FILE_DTYPE,
+    PLAIN_TENSORS,
     TORCH_DTYPE,
     Blobs,
     StateDecoder,
@@ -47,9 +50,106 @@ from fabric.ckpt_server.state.encoding import (
 )
 from fabric.ckpt_server.state.loading import WorkRunner, at_once, check_fit, load_all
 from fabric.ckpt_server.state.optimizer_extras import optimizer_state
-from fabric.ckpt_server.state.parameter_names import named_state, parameter_names
-from fabric.ckpt_server.state.structure_cache import record_structure
 from fabric.errors import IntegrityError, StateError
+
+# The state of an optimizer by the names of its parameters.
+#
+# torch numbers the parameters of an optimizer, and the numbers depend on the layout: each pipeline stage
+# counts from 0. With unequal replicas a state is described by the parameters' names, as in
+# ``torch.distributed.checkpoint.state_dict``. torch loads such a state by the order of the parameters.
+
+
+def parameter_names(objects: Mapping[str, object]) -> dict[int, str]:
+    """Return the name in the model of each parameter, by its ``id``."""
+    named = getattr(objects.get("model"), "named_parameters", None)
+    return {id(parameter): name for name, parameter in named()} if callable(named) else {}
+
+
+def names_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Return the names of the optimizer's parameters by group; a parameter outside the model has a number."""
+    by_group: list[list[str]] = []
+    for group in optimizer.param_groups:
+        first = sum(map(len, by_group))
+        by_group.append([names.get(id(p), f"#{n}") for n, p in enumerate(group["params"], first)])
+    return by_group
+
+
+def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the optimizer's ``state_dict`` with names in place of numbers."""
+    state: dict[str, Any] = optimizer.state_dict()
+    by_group = names_of(optimizer, names)
+    groups: list[dict[str, Any]] = []
+    by_number: dict[Any, str] = {}
+    for group, own in zip(state["param_groups"], by_group, strict=True):
+        by_number.update(zip(group["params"], own, strict=True))
+        groups.append({**group, "params": own})
+    values = {by_number.get(number, number): value for number, value in state["state"].items()}
+    return {**state, "param_groups": groups, "state": values}
+
+
+# Tells whether a value's encoding has changed since the last time, without encoding the value.
+#
+# The structure of a value is a flat list of everything its encoding depends on, except the elements of
+# tensors: types, keys, lengths, numbers, strings, and each tensor's memory and type. Making and comparing a
+# structure costs a fraction of an encoding. Values of unknown types have no structure and are encoded every
+# time.
+
+
+_EXACT = frozenset((int, str, bool, type(None)))
+_MAX_DEPTH = 20
+
+
+def record_structure(value: object, words: list[object], tensors: list[torch.Tensor], depth: int = 0) -> bool:
+    """Add the structure of ``value`` to ``words`` and its tensors (their local parts) to ``tensors``, in
+    order.
+
+    Returns False where the value has no structure. All recorded tensors are contiguous, so that each is
+    stored as its memory.
+    """
+    kind = type(value)
+    if kind in PLAIN_TENSORS:
+        assert isinstance(value, torch.Tensor)
+        return _record_tensor(value, words, tensors)
+    words.append(kind)
+    if kind in _EXACT:
+        words.append(value)
+        return True
+    if kind is float:
+        assert isinstance(value, float)
+        words.append(value or value.hex())  # the hexadecimal form distinguishes 0.0 from -0.0
+        return math.isfinite(value)
+    if depth >= _MAX_DEPTH:
+        return False
+    if kind is dict or kind is OrderedDict:
+        assert isinstance(value, dict)
+        words.append(len(value))
+        metadata = getattr(value, "_metadata", None)  # a module's state has its versions in this attribute
+        if metadata is not None and not record_structure(dict(metadata), words, tensors, depth + 1):
+            return False
+        for key, item in value.items():
+            if type(key) is not str and type(key) is not int:
+                return False
+            words.append(key)
+            if not record_structure(item, words, tensors, depth + 1):
+                return False
+        return True
+    if kind is list or kind is tuple:
+        assert isinstance(value, list | tuple)
+        words.append(len(value))
+        return all(record_structure(item, words, tensors, depth + 1) for item in value)
+    if isinstance(value, torch.Tensor) and is_sharded(value):
+        words.append((value.shape, value.device_mesh, value.placements))  # type: ignore[attr-defined]
+        return _record_tensor(local_part(value), words, tensors)
+    return False
+
+
+def _record_tensor(tensor: torch.Tensor, words: list[object], tensors: list[torch.Tensor]) -> bool:
+    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        return False
+    words.append(memory_key(tensor))
+    tensors.append(tensor)
+    return True
+
 
 FORMAT = 1
 _MAX_STEP = 1 << 62

@@ -2,16 +2,12 @@
 
 Each side sends one JSON object per line; a request gets exactly one response, and a file descriptor may
 travel with a response. Both sides live on one machine under one user. Still, every line's length is checked
-before the line is kept. A Unix socket's path may have 107 bytes only, so the socket is always named through
-its folder's file descriptor (``/proc/self/fd/N/ckpt.sock``), however deep that folder is.
+before the line is kept.
 """
 
 import json
-import os
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import xxhash
@@ -80,16 +76,6 @@ def decode_line(line: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ProtocolError("this line is not a JSON object: send one JSON object per line")
     return body
-
-
-@contextmanager
-def socket_path(run_dir: Path, name: str = SOCKET_NAME) -> Iterator[str]:
-    """Give a short path of the socket ``name`` in ``run_dir``, valid inside the block. Raises OSError."""
-    folder = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{name}"
-    finally:
-        os.close(folder)
 
 
 def local_socket_name(place: str) -> str:

@@ -55,8 +55,12 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
     """
     command = _command(script, arguments, module=options["module"], no_python=options["no_python"])
     if options["adopt"]:
-        command = _adopting(command, no_python=options["no_python"])
-    environment = _environment(options)
+        if options["no_python"]:
+            raise ConfigError("--adopt is for Python scripts: leave --no-python away")
+        at = command.index("run") + 1
+        command = (*command[:at], "--adopt", *command[at:])
+    given = {f"FABRIC_{name.upper()}": options[name] for name in _VARIABLES if options[name]}
+    environment = {**process_environment(), **given}
     try:
         chosen = _checked_settings(environment, check=not options["no_check"])
     except ConfigError as error:
@@ -78,12 +82,6 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
         has_lighthouse=not chosen.disable,
     )
     sys.exit(launch(plan))
-
-
-def _environment(options: dict[str, Any]) -> dict[str, str]:
-    """Return the environment of the ranks, with the variables that options set."""
-    given = {f"FABRIC_{name.upper()}": options[name] for name in _VARIABLES if options[name]}
-    return {**process_environment(), **given}
 
 
 def _checked_settings(environment: dict[str, str], *, check: bool) -> Settings:
@@ -126,14 +124,6 @@ def check_script(script: str, *, module: bool, no_python: bool) -> None:
         raise ConfigError(
             f"there is no script {script} in {Path.cwd()}: correct its path, or say -m for a module"
         )
-
-
-def _adopting(command: tuple[str, ...], *, no_python: bool) -> tuple[str, ...]:
-    """Return the command line with which ``fabric run`` adopts the script. Raises ConfigError."""
-    if no_python:
-        raise ConfigError("--adopt is for Python scripts: leave --no-python away")
-    at = command.index("run") + 1
-    return (*command[:at], "--adopt", *command[at:])
 
 
 def _make_folder(folder: Path) -> None:

@@ -2,21 +2,25 @@
 
 import contextlib
 import errno
+import json
 import logging
+import os
 import selectors
 import signal
+import socket
+import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, RankProcess
+from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, RankOutput, RankProcess
 from fabric.cli.launch.devices import visible_devices
-from fabric.cli.launch.guard import Guard
-from fabric.cli.launch.rank_output import RankOutput
-from fabric.cli.launch.rendezvous import RendezvousPort
-from fabric.cli.launch.reports import AttemptReport, Reporter
+from fabric.cli.launch.guard import ENDING, Guard, SignalInbox
 from fabric.cli.launch.restart_policy import (
     AttemptEnd,
     DeviceHistory,
@@ -24,13 +28,171 @@ from fabric.cli.launch.restart_policy import (
     RestartPolicy,
     choose_layout,
 )
-from fabric.cli.launch.signal_inbox import ENDING, SignalInbox
-from fabric.errors import ConfigError
+from fabric.errors import ConfigError, FabricError, Unreachable
 from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
+from fabric.model import shortened
+from fabric.runtime.config import advertised_host, settings
 from fabric.runtime.guarded_processes import MarkedProcesses
+from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.layout_orders import LayoutMemory, LayoutOffer, LayoutOrder
-from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS
+from fabric.runtime.process_environment import (
+    LAUNCH_MARK,
+    LAUNCH_RESTARTS,
+    LAUNCH_STOP_S,
+    LAYOUT_ORDERS,
+    own_program,
+)
 from fabric.runtime.rank_layout import RankLayout
+from fabric.runtime.system_calls import die_with
+
+# Tells the lighthouse how a launcher's attempts end, so that people see replicas that never attach.
+#
+# The launcher must keep one thread and must not wait, so a process of its own carries each report.
+
+
+# A report that no lighthouse has taken by then is old, and is dropped.
+_TRIES_S = 30.0
+_PAUSE_S = 2.0
+# A launcher that gives up waits at most this long for its last report.
+_LAST_S = 5.0
+_LONGEST = 300  # characters of a reason that the lighthouse takes
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptReport:
+    """How an attempt ended, for the lighthouse."""
+
+    attempt: int
+    why: str
+    last_line: str  # of standard error; empty: the launcher does not read it
+    gave_up: bool  # the launcher starts the replica no more
+    stopped: int  # the signal that ended the launcher; 0: none
+
+
+class Reporter:
+    """Sends reports one at a time; a newer report ends the sending of the older one."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        # The mark would let the next attempt kill the sender. The layout may be a list of several.
+        hidden = (LAUNCH_MARK, "FABRIC_LAYOUT")
+        self._environment = {name: value for name, value in environment.items() if name not in hidden}
+        self._sender: subprocess.Popen[bytes] | None = None
+
+    def tell(self, report: AttemptReport) -> None:
+        """Begin to report the end of an attempt; never waits."""
+        self.close()
+        body = asdict(replace(report, why=shortened(report.why, _LONGEST)))
+        with contextlib.suppress(OSError):
+            self._sender = subprocess.Popen(
+                own_program("fabric.cli.launch.launcher", json.dumps(body)),
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509  (this process has one thread)
+            )
+
+    def finish(self) -> None:
+        """Wait a moment until the last report has arrived."""
+        if self._sender is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._sender.wait(_LAST_S)
+
+    def close(self) -> None:
+        """End the sending of a report."""
+        if self._sender is not None:
+            self._sender.kill()
+            self._sender.wait()
+            self._sender = None
+
+
+def send(body: dict[str, Any]) -> None:
+    """Send one report to the leader, and wait for a leader if there is none. Raises FabricError."""
+    chosen = settings()
+    token = TokenFile(chosen.token_file)  # it may be replaced while no lighthouse leads
+    lighthouses = Lighthouses(chosen.lighthouse, chosen.job, token, chosen.tls)
+    own = {"replica": chosen.replica, "host": advertised_host(chosen), "spare": chosen.spare}
+    until = time.monotonic() + _TRIES_S
+    while True:
+        try:
+            lighthouses.ask(lighthouses.path("launcher"), {**own, **body})
+        except Unreachable:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(FabricError):  # the lighthouse knows no such job, or is of an older release
+        send(json.loads(sys.argv[1]))
+
+
+# A fresh rendezvous for each attempt: a TCP port of this host that no other attempt uses.
+#
+# During the attempt the launcher keeps the port bound without listening on it. So the kernel does not
+# give the port to a process that asks for any free port. Rank 0 may still listen there: both sockets
+# allow reuse.
+
+
+_TRIES = 64
+
+
+class RendezvousPort:
+    """The ports of a launcher's attempts, one at a time."""
+
+    def __init__(self) -> None:
+        self._held: socket.socket | None = None
+        self._used: deque[int] = deque(maxlen=4096)
+
+    def renew(self) -> int:
+        """Reserve a port that no attempt of this launcher has had, and release the last attempt's port."""
+        rejected: list[socket.socket] = []
+        try:
+            for _ in range(_TRIES):
+                reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                reserved.bind(("127.0.0.1", 0))
+                port = int(reserved.getsockname()[1])
+                if port in self._used:
+                    rejected.append(reserved)  # stays bound, so that the kernel offers another port next
+                    continue
+                # Set after the bind: with reuse, the kernel might offer a port that another launcher holds.
+                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self.close()
+                self._held = reserved if _can_be_listened_on(port) else None
+                if self._held is None:
+                    reserved.close()  # without such reuse the kernel rarely gives this port away
+                self._used.append(port)
+                return port
+        except OSError as error:
+            raise FabricError(f"no port of this host can be reserved for the ranks ({error})") from error
+        finally:
+            for reserved in rejected:
+                reserved.close()
+        raise FabricError(
+            "no fresh port of this host was found for the ranks: wait, and start the replica again"
+        )
+
+    def close(self) -> None:
+        """Release the port."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+def _can_be_listened_on(port: int) -> bool:
+    """Whether another socket may listen on a port that is bound here, as rank 0 will."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            probe.listen(1)
+            return True
+    return False
+
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +288,8 @@ class Launcher:
             if move.refused:
                 self._refused.append(layout)
                 self._ordered = None
-            self._say(move, layout)
+            when = f"in {move.pause_s:g} s" if move.pause_s else "at once"
+            log.warning("%s (%s): attempt %d begins %s", move.why, layout, self._attempts + 1, when)
             if order is None:
                 self._report(move.why, gave_up=False)
             self._pause(move.pause_s)
@@ -283,10 +446,6 @@ class Launcher:
         """Report the signal that ends this launcher; return its exit code."""
         self._report(f"{signal.Signals(self._ended_by).name} ended its launcher", gave_up=True)
         return END_BY_SIGNAL + self._ended_by
-
-    def _say(self, move: NextMove, layout: RankLayout) -> None:
-        when = f"in {move.pause_s:g} s" if move.pause_s else "at once"
-        log.warning("%s (%s): attempt %d begins %s", move.why, layout, self._attempts + 1, when)
 
     def _report(self, why: str, *, gave_up: bool) -> None:
         """Tell the lighthouse how the newest attempt ended."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fabric.client.collectives.calls import Call, CallFrame, Go, Key, Refuse, Supply, describe, judge
-from fabric.client.collectives.group_ring import GroupRing
-from fabric.client.collectives.payload import Offer, Payload, make_call
+from fabric.client.collectives.payload import GroupRing, Offer, Payload, make_call
 from fabric.client.control.collective_links import CollectiveGroup, CollectiveLinks, LinkedRing
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.process.worker import Worker

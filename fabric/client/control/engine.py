@@ -19,11 +19,9 @@ import uvloop
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.state.content_digest import ContentDigests
-from fabric.client.control.failed_rounds import FailedRounds
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.link_echo import run_echo
 from fabric.client.control.peers import Peers
-from fabric.client.control.round_journal import RoundJournal
 from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.forward_buffers import ForwardBuffers, first_member
@@ -41,7 +39,7 @@ from fabric.errors import FabricError, RoundsFailed
 from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.lanes.epoch_lanes import LaneDirectory
 from fabric.ftar.plane import DataPlane
-from fabric.model import Record, SpeedMeasurement, incident_id_of
+from fabric.model import Fence, Record, SpeedMeasurement, first_of, incident_id_of
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.network import CommitVote, Contribution
@@ -49,6 +47,95 @@ from fabric.protocol.messages.rank_messages import NameSnapshot, RankEvent
 from fabric.runtime import logs
 from fabric.runtime.driver import Core, Driver
 from fabric.runtime.failpoints import Failpoints
+
+# Counts the rounds in a row that were aborted after this process had contributed.
+
+
+class FailedRounds:
+    """Only the control thread uses it. ``most``: the count that gives an error; 0 for none."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._has_contributed = False  # whether members know of a contribution to the round under way
+        self._count = 0
+
+    def contributed(self) -> None:
+        """Note that a contribution to the round under way goes to the members."""
+        self._has_contributed = True
+
+    def committed(self) -> None:
+        """Note that the round under way is committed."""
+        self._has_contributed, self._count = False, 0
+
+    def aborted(self, step: int, why: str) -> RoundsFailed | None:
+        """Note that the round under way is aborted; return the error that the loop must see, if any."""
+        counts, self._has_contributed = self._has_contributed, False
+        self._count += counts
+        if not counts or self._count != self._most:
+            return None
+        return RoundsFailed(
+            f"{self._count} exchanges of step {step} failed in a row, the last because {why}: this process "
+            "has left the job, and a new process may join it"
+        )
+
+
+# The journal lines that the control thread writes: epochs, and the contributions of this replica.
+
+
+_NAMED = 8  # a sentence names this many members and counts the others
+
+
+class RoundJournal:
+    """One line per epoch and one per contribution, however often the core repeats them."""
+
+    def __init__(self, journal: Journal, tell: Callable[[str], None] = lambda _sentence: None) -> None:
+        """``tell`` gets a sentence on each later epoch, for the terminal of this trainer."""
+        self._journal, self._tell = journal, tell
+        # Returns the samples of a step's micro-batches; the session sets it.
+        self.samples: Callable[[int, tuple[int, ...]], dict[str, list[int]]] = lambda _step, _ids: {}
+        self._contributed: tuple[int, int] = (0, -1)  # epoch and step of the contribution line written last
+        self._fence: Fence | None = None  # fence of the epoch line written last
+
+    def note_contribution(self, message: Contribution) -> None:
+        """Journal a contribution before it leaves this process; an empty one gets no line."""
+        epoch = message.fence.epoch
+        if self._contributed == (epoch, message.step) or not message.micro_batches:
+            return
+        self._contributed = (epoch, message.step)
+        self._journal.write(
+            "contribute",
+            generation=message.fence.generation,
+            epoch=epoch,
+            step=message.step,
+            micro_batches=list(message.micro_batches),
+            samples=self.samples(message.step, message.micro_batches),
+            weight=message.weight,
+        )
+
+    def note_epoch(self, record: Record) -> None:
+        """Journal an epoch when its links are made, once, even if the core asks for the links again."""
+        if record.fence == self._fence:
+            return
+        if self._fence is not None:
+            self._tell(_changed(record))
+        self._fence = record.fence
+        logs.describe(epoch=record.epoch, incident_id=record.incident_id)
+        self._journal.write(
+            "epoch",
+            epoch=record.epoch,
+            generation=record.generation,
+            forced=record.is_forced,
+            roster=list(record.names),
+            data_slots={x.replica: x.data_slot for x in record.roster},
+            reason=record.reason,
+            incident_id=record.incident_id,
+        )
+
+
+def _changed(record: Record) -> str:
+    """Say in one line why the members changed, or made their links again, and who goes on."""
+    return f"epoch {record.epoch} with {first_of(record.names, _NAMED)}: {record.reason}"
+
 
 # Effects that are orders to the trainer's main thread.
 MainThreadOrder = (

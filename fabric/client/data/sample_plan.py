@@ -16,7 +16,7 @@ h has the indices [h*size//n, (h+1)*size//n). The micro-batches of a step are di
 order, as evenly as possible. Pass k of shard h has its own order, from ``PCG64([seed, k, h + 1])``.
 
 A data set without a size is a stream: its samples are identified by position (see
-``fabric.client.data.iterable_stream``).
+``fabric.client.data.fetching``).
 """
 
 from collections.abc import Iterable

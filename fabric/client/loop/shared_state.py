@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fabric.ckpt_server.state.in_place import put
+from fabric.ckpt_server.state.optimizer_extras import put
 from fabric.client.gradients.buffer_choices import BufferChoices
 from fabric.errors import ConfigError
 

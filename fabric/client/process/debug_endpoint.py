@@ -26,9 +26,9 @@ from fabric.ckpt_server.wire.channel_protocol import (
     decode_line,
     encode_line,
 )
-from fabric.client.process.local_socket import is_own_user, listen, receive_line
+from fabric.client.process.local_socket import listen, receive_line
 from fabric.errors import ConfigError, FabricError, Refused
-from fabric.runtime.private_folder import open_private
+from fabric.runtime.private_folder import open_private, peer_of
 
 _MAX_QUESTION_BYTES = 4096
 _PEER_S = 5.0
@@ -73,7 +73,7 @@ class DebugEndpoint:
                     self._answer(asking)
 
     def _answer(self, asking: socket.socket) -> None:
-        line = receive_line(asking, _MAX_QUESTION_BYTES) if is_own_user(asking) else None
+        line = receive_line(asking, _MAX_QUESTION_BYTES) if peer_of(asking)[1] == os.geteuid() else None
         if line is None:
             return
         question = decode_line(line)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from fabric.client.process.local_socket import is_own_user, listen, receive_line
+from fabric.client.process.local_socket import listen, receive_line
 from fabric.errors import FabricError, Refused
 from fabric.ftar.buckets import Bucket
 from fabric.runtime.drill_orders import (
@@ -32,6 +32,7 @@ from fabric.runtime.drill_orders import (
     read_order,
 )
 from fabric.runtime.failpoints import Data
+from fabric.runtime.private_folder import peer_of
 from fabric.transport.tcp import open_links
 
 # Linux: options of SOL_SOCKET, and the place of the counter of dropped packets in SO_MEMINFO.
@@ -337,7 +338,7 @@ class DrillEndpoint:
                     self._drop(held)
 
     def _take(self, asking: socket.socket) -> _HeldOrder:
-        if not is_own_user(asking):
+        if peer_of(asking)[1] != os.geteuid():
             raise Refused("this process obeys drills of its own user alone: drill as that user")
         line = receive_line(asking, MAX_ORDER_BYTES)
         if line is None:

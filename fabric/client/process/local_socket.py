@@ -1,13 +1,10 @@
 """A socket in the run folder, for processes of the same user on this host that send one line each."""
 
-import os
 import socket
-import struct
 from pathlib import Path
 
-from fabric.ckpt_server.wire.channel_protocol import LineBuffer, socket_path
-
-_PEER_CREDENTIALS = struct.Struct("iII")
+from fabric.ckpt_server.wire.channel_protocol import LineBuffer
+from fabric.runtime.private_folder import socket_path
 
 
 def listen(run_dir: Path, name: str) -> socket.socket:
@@ -20,12 +17,6 @@ def listen(run_dir: Path, name: str) -> socket.socket:
     path.chmod(0o600)
     listener.listen(8)
     return listener
-
-
-def is_own_user(asking: socket.socket) -> bool:
-    """Whether the process at the other end runs as this process's user."""
-    data = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    return bool(_PEER_CREDENTIALS.unpack(data)[1] == os.geteuid())
 
 
 def receive_line(asking: socket.socket, most_bytes: int) -> bytes | None:

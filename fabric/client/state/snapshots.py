@@ -7,25 +7,296 @@ when the policy (``snapshot_policy``) says so, or when a joining member requests
 import contextlib
 import logging
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.format.manifest import of_rank, state_digest
+from fabric.ckpt_server.state.block_copy import BlockPass
 from fabric.ckpt_server.state.content_digest import ContentDigests
-from fabric.ckpt_server.state.snapshot import Copier, build_manifest
+from fabric.ckpt_server.state.snapshot import Copier, SnapshotDigests, build_manifest
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
-from fabric.client.state.mutation_guard import UNNAMED
+from fabric.client.state.mutation_guard import UNNAMED, MutationGuard, WriteWatch
 from fabric.client.state.snapshot_policy import SnapshotPolicy
-from fabric.client.state.snapshot_slots import SnapshotSlots
-from fabric.client.state.state_digest import CopiedState, Digests, PendingSnapshot
-from fabric.client.state.write_watch import WriteWatch
 from fabric.errors import FabricError, ServerLost, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.messages.member_events import Saved, Snapshotted
 from fabric.protocol.messages.rank_messages import NameSnapshot, SnapshotNamed
 from fabric.runtime.failpoints import Failpoints
+
+# Digests a state while forward and backward run.
+#
+# The copy of a snapshot begun at the same boundary computes it; otherwise the state is read for it.
+
+
+# How long the trainer waits for a snapshot's slot, which a running server gives within milliseconds.
+SLOT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedState:
+    """A complete copy in a slot of the checkpoint server's memory."""
+
+    view: StateView
+    slot: int
+    digests: SnapshotDigests
+    memory: memoryview
+
+
+@dataclass(slots=True)
+class PendingSnapshot:
+    """One snapshot under way."""
+
+    state: SnapshotRef  # its digest is empty while unknown
+    started: float  # the time when the copy began, monotonic seconds
+    created: float  # the time when the state was current, Unix time
+    guard: MutationGuard
+    publish: Callable[[CopiedState], None]  # lets the server serve the copy, once it has been checked
+    settled: bool = False  # whether the trainer's thread has checked for writes
+    copy_s: float = 0.0  # how long the copy took
+    refused: str = ""  # how user code changed the state while it was copied
+    torn: str = ""  # a tensor that user code wrote to for a moment meanwhile
+    digest: str = ""  # digest of the copy, once computed
+    begun: threading.Event = field(default_factory=threading.Event)  # the copy runs, or cannot be made
+    copied: threading.Event = field(default_factory=threading.Event)  # the copy is over
+    ended: threading.Event = field(default_factory=threading.Event)  # the server serves it, or failed
+    given_up: bool = False  # the trainer did not wait longer, so the copy must not begin
+    copy: CopiedState | None = None  # the copy, until it is checked
+    _exposed: bool = False  # user code has run while the state was copied
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, start: Callable[[], None]) -> None:
+        """Run ``start``, which begins the copy. Raises StateError where the copy was given up."""
+        with self._lock:
+            if self.given_up:
+                raise StateError(
+                    f"the checkpoint server had no slot for it within {SLOT_S:g} s, and training has gone on"
+                )
+            start()
+            self.begun.set()
+
+    def wait_begun(self) -> bool:
+        """Wait up to SLOT_S until the copy has begun or has failed; return False where it is given up."""
+        if self.begun.wait(SLOT_S):
+            return not self.given_up
+        with self._lock:
+            if not self.begun.is_set():
+                self.given_up = True
+                self.begun.set()
+                self.copied.set()
+        return not self.given_up
+
+    def expose(self) -> None:
+        """Note that user code runs from now on."""
+        with self._lock:
+            self._exposed = self._exposed or not self.copied.is_set()
+
+    def end_copy(self, copy: CopiedState | None) -> bool:
+        """Note that the copy is over; return whether it must be checked, as user code has run meanwhile."""
+        with self._lock:
+            self.copy = copy if self._exposed else None
+            self.copied.set()
+            return self.copy is not None
+
+    def take_copy(self) -> CopiedState | None:
+        """Return the copy that is to be checked, once."""
+        with self._lock:
+            copy, self.copy = self.copy, None
+            return copy
+
+    def demand_unchanged(self) -> None:
+        """Raise StateError where the user's code has changed the state."""
+        if self.refused:
+            raise StateError(self.refused)
+
+
+class Digests:
+    """Computes one digest at a time, for the trainer's thread. ``settle`` checks a snapshot's copy."""
+
+    def __init__(self, watch: WriteWatch, copier: Copier, settle: Callable[[PendingSnapshot], None]) -> None:
+        self._watch = watch
+        self._copier = copier
+        self._settle = settle
+        self._reading: tuple[BlockPass, MutationGuard] | None = None
+        self._taking: PendingSnapshot | None = None
+        self.exposed = False  # whether user code has run since the digest was begun
+        self._last = -1, ""  # step and digest of the result computed last
+        self._guard: MutationGuard | None = None  # of the newest digest, until its view is taken
+
+    def begin(self, step: int, taking: PendingSnapshot | None) -> None:
+        """Begin a digest. The state at ``step`` must not change until ``finish`` or ``take`` returns.
+
+        ``taking``: a snapshot of the state that was begun at this boundary, whose copy computes the digest.
+        """
+        self._last, self._taking, self.exposed = (step, ""), taking, False
+        if taking is None:
+            view = self._watch.capture(step)
+            reading, self._guard = self._copier.digest(view), self._watch.guard(view)
+            self._reading = reading, self._guard
+            if self._watch.reads_first:
+                reading.help()
+                self._last = step, reading.digests().digest
+        else:
+            self._guard = taking.guard
+
+    def take_view(self, step: int) -> StateView | None:
+        """Return the view of the state whose digest was begun at ``step``, once; else None."""
+        guard, self._guard = self._guard, None
+        return guard.view if guard is not None and guard.view.step == step else None
+
+    def take(self, step: int) -> str:
+        """Return the digest that ``begin`` began; the calling thread helps to compute it.
+
+        Empty where no digest was begun, or the copy was not made. Raises StateError where the user's code has
+        changed the state.
+        """
+        self.finish()
+        return self._last[1] if self._last[0] == step else ""
+
+    def finish(self) -> None:
+        """Complete the digest that was begun. Raises as ``take`` does."""
+        taking, self._taking = self._taking, None
+        reading, self._reading = self._reading, None
+        step, digest = self._last
+        if taking is not None:
+            if not taking.copied.is_set() and taking.wait_begun():
+                self._copier.fence()
+                taking.copied.wait()
+            self._settle(taking)
+            self._last = step, self._watch.digest(step) if taking.torn else taking.digest
+        elif reading is not None:
+            if digest:  # it was read before user code went on
+                self._watch.check(reading[1], step, digest)
+                return
+            reading[0].help()
+            digest = reading[0].digests().digest
+            if name := self._watch.check(reading[1], step):
+                self._watch.note(name)
+                digest = self._watch.digest(step)
+            elif self.exposed:
+                digest = self._watch.read_again(step, digest)
+            self._last = step, digest
+
+
+# The two slots in the checkpoint server's memory that hold this replica's snapshots.
+
+
+_SLOTS = 2
+_SMALL_BYTES = 64 << 20  # memory of up to this size is allocated within milliseconds
+_SLACK_BYTES = 64 << 10  # spare bytes, because numbers in a header get longer
+
+
+class SnapshotSlots:
+    """Chooses the slot of the next snapshot, and prepares its memory. Several threads may call it."""
+
+    def __init__(self, handle: ServerHandle, copier: Copier) -> None:
+        self.handle = handle
+        self._copier = copier
+        # Keep the server's snapshots as long as possible: overwrite the newest one last.
+        self._next = (handle.slots[-1] + 1) % _SLOTS if handle.slots else 0
+        # slot -> the state that the server serves from it
+        self._held = dict(zip(handle.slots, handle.snapshots, strict=True))
+        self._preparing = self._lacks = False  # memory is being allocated; the allocation failed
+        # (generation, step) -> slot and manifest of this rank's part, kept until all ranks have their parts.
+        self._unnamed: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+
+    def has_room(self, nbytes: int, submit: Callable[[Callable[[], None]], None]) -> bool:
+        """Return whether the next snapshot's memory is allocated; begin to allocate it if not.
+
+        A large state's memory is allocated in the background, because a copy that waits for it delays the
+        trainer. If the allocation fails, the copy fails too and reports why.
+        """
+        if nbytes <= _SMALL_BYTES or self._lacks:
+            return True
+        if not self._preparing and not self._holds(self._next, nbytes):
+            self._preparing = True
+            submit(lambda: self.prepare(nbytes))
+        return not self._preparing
+
+    def _holds(self, slot: int, nbytes: int) -> bool:
+        return self.handle.holds("snapshot", slot, nbytes)
+
+    def prepare(self, nbytes: int) -> None:
+        """On the snapshot worker: allocate the memory of both slots before a copy needs it."""
+        slots, lacks = (self._next, 1 - self._next), True
+        self._preparing = not all(self._holds(slot, nbytes) for slot in slots)
+        with contextlib.suppress(FabricError):  # the copy that needs the memory reports the error
+            for slot in slots:
+                self._copier.prepare(self.memory(slot, nbytes))
+            lacks = False
+        self._preparing, self._lacks = False, lacks
+
+    def memory(self, slot: int, nbytes: int) -> memoryview:
+        """Return the memory of a slot, of ``nbytes`` or a little more. Raises FabricError."""
+        wanted = nbytes if self._holds(slot, nbytes) else nbytes + _SLACK_BYTES
+        return self.handle.allocate("snapshot", slot, wanted)
+
+    def take(self) -> int:
+        """Return the slot to overwrite: the older slot, unless only the newer slot is without readers."""
+        with self._lock:
+            for slot in (self._next, 1 - self._next):
+                if self.handle.begin("snapshot", slot, unless_read=True):
+                    break
+            else:
+                slot = self._next
+                self.handle.begin("snapshot", slot)
+            self._held.pop(slot, None)
+            self._next = (slot + 1) % _SLOTS
+            self._unnamed = {key: part for key, part in self._unnamed.items() if part[0] != slot}
+            return slot
+
+    def take_other(self, kept: int) -> int:
+        """Return the other slot than ``kept``, to overwrite now and again with the next snapshot."""
+        with self._lock:
+            self._next = 1 - kept
+            self.handle.begin("snapshot", self._next)
+            self._held.pop(self._next, None)
+            return self._next
+
+    def give_back(self, slot: int) -> None:
+        """Use ``slot`` for the next snapshot, unless it is served, and keep the other slot."""
+        with self._lock:
+            if slot not in self._held:
+                self._next = slot
+
+    def held(self, state: SnapshotRef) -> int:
+        """Return the slot from which the server serves this state, or -1; the server may have ended since."""
+        with self._lock:
+            return next((slot for slot, ref in self._held.items() if ref == state), -1)
+
+    def look(self, slot: int, nbytes: int) -> memoryview:
+        """Return the bytes of a slot, and use the other slot for the next snapshot. Raises FabricError."""
+        with self._lock:
+            self._next = (slot + 1) % _SLOTS
+        return self.handle.allocate("snapshot", slot, nbytes)
+
+    def publish(self, slot: int, manifest: Mapping[str, Any]) -> None:
+        """Make the server serve the snapshot in ``slot``. Raises FabricError."""
+        self.handle.publish_snapshot(slot, manifest)
+        self._held[slot] = SnapshotRef(manifest["generation"], manifest["step"], state_digest(manifest))
+
+    def keep_unnamed(self, generation: int, step: int, slot: int, manifest: dict[str, Any]) -> None:
+        """Keep this rank's part until ``publish_part``, or until its slot is overwritten."""
+        with self._lock:
+            self._unnamed[generation, step] = (slot, manifest)
+
+    def publish_part(self, generation: int, step: int, rank: int, digests: Sequence[str]) -> bool:
+        """Serve this rank's part under the digests of all ranks. Raises FabricError.
+
+        If the part was overwritten or ``digests`` is empty, drop the part and return False.
+        """
+        with self._lock:
+            slot, manifest = self._unnamed.pop((generation, step), (-1, {}))
+            if slot < 0 or not digests:
+                return False
+            self.publish(slot, of_rank(manifest, rank, digests))
+            return True
+
 
 _PAUSE_S = 1.0  # pause after a failed snapshot
 _NUMBERS = re.compile(r"[\d.,]+")
@@ -96,7 +367,11 @@ class Snapshots:
 
         The copy runs beside user code, unless user code has written to the state before (``WriteWatch``).
         """
-        self._wait_last()
+        # Wait until the last copy is over.
+        if self._taking is not None:
+            self._taking.copied.wait()
+            self._settle(self._taking)
+            self._taking.demand_unchanged()
         if self._is_copying:
             post(Snapshotted(state.step, "", state.generation))
             return
@@ -126,13 +401,6 @@ class Snapshots:
         if taking is None:
             return False
         return not (taking.ended if taking.given_up else taking.copied).is_set()
-
-    def _wait_last(self) -> None:
-        """Wait until the last copy is over. Raises StateError where user code changed its state meanwhile."""
-        if self._taking is not None:
-            self._taking.copied.wait()
-            self._settle(self._taking)
-            self._taking.demand_unchanged()
 
     def _begin(self, view: StateView, taking: PendingSnapshot) -> int | FabricError:
         """Start the copy; return its slot, or why it could not start."""

@@ -6,7 +6,6 @@ yields the evidence that it is over.
 """
 
 import contextlib
-import os
 import select
 import signal
 import socket
@@ -22,7 +21,8 @@ from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTa
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.errors import ProtocolError, Refused
 from fabric.runtime.drill_orders import CLOCK, DRILL_SOCKET_NAME, LINKS, PointOrder, read_line
-from fabric.runtime.host_memory import available_bytes, bytes_of
+from fabric.runtime.private_folder import socket_path
+from fabric.runtime.system_calls import available_bytes, bytes_of
 
 _ANSWER_S = 10.0
 _MAX_BYTES = 1 << 16
@@ -70,7 +70,8 @@ class SentOrder:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(_ANSWER_S)
-            _connect(self._socket, run_dir)
+            with socket_path(run_dir, DRILL_SOCKET_NAME) as path:
+                self._socket.connect(path)
             self._socket.sendall(order.line())
             while b"\n" not in self._data:
                 received = self._socket.recv(_MAX_BYTES)
@@ -112,15 +113,6 @@ class SentOrder:
         """End the order, and go on reading the reports."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-
-
-def _connect(sock: socket.socket, run_dir: Path) -> None:
-    """Connect by the folder's descriptor, because the path of a unix socket may have 107 bytes only."""
-    folder = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sock.connect(f"/proc/self/fd/{folder}/{DRILL_SOCKET_NAME}")
-    finally:
-        os.close(folder)
 
 
 _CYCLE_S, _RUNS_S = 0.1, 0.025

@@ -16,8 +16,8 @@ from fabric.drill.injection.link_relay import LinkRelay, LinkWeather
 from fabric.drill.schedule.fault_table import FaultNeed
 from fabric.errors import ConfigError, FabricError, Refused
 from fabric.runtime.guarded_processes import Processes
-from fabric.runtime.host_memory import available_bytes
 from fabric.runtime.local_job import LocalJob
+from fabric.runtime.system_calls import available_bytes
 
 JOB = "drill"
 # Each replica has so many ports: its links, its checkpoint server, and those of a process before it.

@@ -5,20 +5,26 @@ on one host the next member reads it out of device memory that this one shares. 
 in the order and the arithmetic of every other plane.
 """
 
+import base64
 import copy
+import json
 import os
 import select
+import socket
+import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
 
 from fabric.errors import ConfigError, Mismatch, ProtocolError, RoundAborted
 from fabric.ftar.chunk_headers import (
+    ANSWER,
     CREDIT,
     DEVICE_GATHER,
     DEVICE_REDUCE,
@@ -31,14 +37,260 @@ from fabric.ftar.chunk_headers import (
     to_previous,
     unpack,
 )
-from fabric.ftar.device.device_api import Device, DeviceEvent
-from fabric.ftar.device.device_links import OFFER_HEAD_BYTES, DeviceLinks, offer_size
-from fabric.ftar.device.piece_order import DevicePiece, PieceOrder, order_pieces
-from fabric.ftar.device.workspace import DeviceWorkspace, ReductionTask
-from fabric.ftar.epochs import Bounds, EpochPlane, Waiting, lost
+from fabric.ftar.device.device_api import Device, DeviceEvent, SharedMemoryHandle
+from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, Waiting, is_shared, lost
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
-from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES
+from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, DevicePiece, PieceOrder, order_pieces
+
+# The resources of an exchange on a device: side streams, chunk-sized slots, the arithmetic of a piece.
+
+
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+class DeviceWorkspace:
+    """The two side streams of a plane and its slots of one chunk, all allocated once.
+
+    ``slots`` bounds the chunks under way in each direction, ``group`` those of a segment that go together.
+    """
+
+    def __init__(self, device: Device, chunk_bytes: int, slots: int, group: int) -> None:
+        self.device = device
+        self.chunk_bytes = chunk_bytes
+        self.slots = slots
+        self.group = group
+        self.down, self.up = device.stream(), device.stream()
+        # One allocation for all slots: torch rounds each page-locked allocation up.
+        self.outgoing = _cut(device.staging(chunk_bytes * slots), chunk_bytes)
+        self.incoming = _cut(device.staging(chunk_bytes * slots), chunk_bytes)
+        self.scratch = device.memory(chunk_bytes)
+        self.partial = _cut(device.memory(chunk_bytes * 2 * group), chunk_bytes)
+        # Slots of partial sums that may be overwritten. If a slot has an event, a copy reads the slot until
+        # that event.
+        self.free: deque[tuple[int, DeviceEvent | None]] = deque()
+        self.unfinished: list[DeviceEvent] = []
+        self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._registered: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._register_lock = threading.Lock()
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Register host ``memory`` for copies that do not block."""
+        with self._register_lock:
+            self._registered.append(memory)
+            self.device.keep_registered(self._registered)
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Unregister ``memory``; no copy into it may be under way."""
+        with self._register_lock:
+            self._registered = [t for t in self._registered if t.data_ptr() != memory.data_ptr()]
+            self.device.keep_registered(self._registered)
+
+    def begin(self, behind: DeviceEvent) -> None:
+        """Begin an exchange: both streams wait for ``behind``, and every slot is free."""
+        for stream in (self.down, self.up):
+            stream.wait(behind)
+        self.free = deque((slot, None) for slot in range(len(self.partial)))
+
+    def abandon(self) -> DeviceEvent:
+        """Abandon a failed exchange: return the event at which its enqueued work has run."""
+        self.up.wait(self.down.record())
+        event = self.up.record()
+        self.unfinished.append(event)
+        return event
+
+    def wake(self) -> None:
+        """Wake the exchange; from any thread."""
+        with self._lock:
+            if self.wakeup_fd >= 0:
+                os.eventfd_write(self.wakeup_fd, 1)
+
+    def close(self) -> None:
+        """Close the descriptor that wakes the exchange."""
+        with self._lock:
+            if self.wakeup_fd >= 0:
+                os.close(self.wakeup_fd)
+            self.wakeup_fd = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionTask:
+    """One reduction: flat ``source`` into flat ``result`` (maybe the same), and the operation.
+
+    ``weight`` divides a mean. ``header(piece, source, size)`` is the header of a piece that member ``source``
+    sends.
+    """
+
+    source: torch.Tensor
+    result: torch.Tensor
+    operation: str
+    weight: float
+    header: Callable[[DevicePiece, int, int], ChunkHeader]
+    checksum: bool
+    on_piece: Callable[[], None]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Type of a partial sum of several members: 16-bit floats are added in float32 and rounded once."""
+        dtype = self.source.dtype
+        return torch.float32 if dtype in _SIXTEEN_BITS and self.operation in ("sum", "mean") else dtype
+
+    def dtype(self, piece: DevicePiece) -> torch.dtype:
+        """Type of ``piece`` on the wire."""
+        return self.source.dtype if piece.gather or piece.hop == 0 else self.wide
+
+    def size(self, piece: DevicePiece) -> int:
+        """Return bytes of ``piece`` on the wire."""
+        return (piece.stop - piece.start) * self.dtype(piece).itemsize
+
+    def accumulate(self, piece: DevicePiece, received: torch.Tensor, total: torch.Tensor) -> None:
+        """``total = received (+) own``, finished into the result where ``piece`` is the last of its sum."""
+        total.copy_(received)
+        own = self.source[piece.start : piece.stop]
+        kernel = {"min": torch.minimum, "max": torch.maximum}.get(self.operation, torch.add)
+        kernel(total, own, out=total)
+        if piece.last:
+            self.finish(total, self.result[piece.start : piece.stop])
+
+    def finish(self, total: torch.Tensor, into: torch.Tensor) -> None:
+        """Write ``total``, divided for a mean, into elements of the result; ``total`` is used up."""
+        if self.operation == "mean":
+            # Divide by a tensor: on a GPU torch would multiply by the reciprocal of a number.
+            total.div_(torch.full((), self.weight, dtype=total.dtype, device=total.device))
+        into.copy_(total)
+
+
+def _cut(memory: torch.Tensor, size: int) -> list[torch.Tensor]:
+    return [memory[begin : begin + size] for begin in range(0, memory.numel(), size)]
+
+
+# The two sockets of one epoch's device ring, the messages that come back on them, and shared device
+# memory.
+#
+# The link of neighbours on one host is a unix socket. There the sender shares device memory, and the
+# receiver reads the chunks from it if it can open it. Then the socket carries the chunks' headers, and
+# the receiver returns a credit for every slot that it has read. All other links carry the chunks' bytes.
+
+
+_OFFER = struct.Struct("<4sI")
+_OFFER_MAGIC = b"FDO1"
+OFFER_HEAD_BYTES = _OFFER.size
+# A handle has some hundred bytes, more where the allocator's memory can grow.
+MAX_OFFER_BYTES = 8192
+
+Bytes = bytes | bytearray | memoryview
+
+
+def offer(handle: SharedMemoryHandle | None) -> bytes:
+    """Return the bytes that offer shared memory to the next member, or say that there is none.
+
+    With shared device memory the next member reads the chunks there. Over TCP their bytes follow the headers.
+    """
+    body = b"" if handle is None else _encode(handle)
+    if len(body) > MAX_OFFER_BYTES:
+        body = b""
+    return _OFFER.pack(_OFFER_MAGIC, len(body)) + body
+
+
+def offer_size(head: Bytes) -> int:
+    """Return how many bytes follow the OFFER_HEAD_BYTES in ``head``; raises ProtocolError."""
+    magic, size = _OFFER.unpack_from(head)
+    if magic != _OFFER_MAGIC or size > MAX_OFFER_BYTES:
+        raise ProtocolError(
+            "the bytes on the ring are no offer of device memory: do all members run on a GPU?"
+        )
+    return int(size)
+
+
+def read_offer(body: Bytes) -> SharedMemoryHandle | None:
+    """Return the handle in an offer's body; raises ProtocolError."""
+    if not body:
+        return None
+    try:
+        offered = json.loads(bytes(body))
+        values = {}
+        for field in fields(SharedMemoryHandle):
+            value = offered.pop(field.name)
+            if field.type is bytes:
+                value = base64.b64decode(value, validate=True)
+            if type(value) is not field.type or (type(value) is int and not 0 <= value < 2**62):
+                raise ValueError(field.name)
+            values[field.name] = value
+        if offered:
+            raise ValueError(min(offered))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ProtocolError("an offer of device memory has not the fields that it must have") from error
+    return SharedMemoryHandle(**values)
+
+
+def _encode(handle: SharedMemoryHandle) -> bytes:
+    values = {f.name: getattr(handle, f.name) for f in fields(SharedMemoryHandle)}
+    return json.dumps(
+        {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in values.items()}
+    ).encode()
+
+
+class DeviceLinks(EpochLinks):
+    """Links of one epoch; ``shares`` says whether device memory may be shared where that is possible."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+        shares: bool = False,
+    ) -> None:
+        super().__init__(ring, next_socket, previous_socket)
+        self.offers = shares and is_shared(next_socket)
+        self.expects_offer = shares and is_shared(previous_socket)
+        # ``outbox``: memory for the next member to read, None for TCP. ``accepted``: whether the next member
+        # can read this memory, None before its answer.
+        self.outbox: torch.Tensor | None = None
+        self.accepted: bool | None = None if self.offers else False
+        self.inbox: torch.Tensor | None = None
+        self.credits = 0
+
+    def make_offer(self, device: Device, nbytes: int) -> bytes:
+        """Allocate the outbox; return the bytes that offer it."""
+        self.offers = False
+        shared = device.share(nbytes)
+        if shared is None:
+            return offer(None)
+        self.outbox, handle = shared
+        return offer(handle)
+
+    def take_offer(self, body: bytes | bytearray, device: Device) -> None:
+        """Open the memory of an offer, and tell the previous member whether that worked. Raises
+        ProtocolError."""
+        self.expects_offer = False
+        handle = read_offer(body)
+        self.inbox = None if handle is None else device.open(handle)
+        self.send_back(to_previous(ANSWER, int(self.inbox is not None)))
+
+    def send_back(self, frame: bytes) -> None:
+        """Send a small frame to the previous member. Raises RoundAborted where not all of it can be sent."""
+        with self._lock:
+            self.check()
+            assert self.previous is not None
+            try:
+                # Slots bound the credits, so the socket's buffer has room while the link works.
+                sent = self.previous.send(frame)
+            except OSError as error:
+                raise lost(self.ring.previous, error) from error
+            if sent != len(frame):
+                raise RoundAborted(f"the ring link to {self.ring.previous} does not take answers", "")
+
+    def hear_back(self) -> None:
+        """Read answers and credits from the next member. Raises RoundAborted at a notice or the end."""
+        with self.reading_back() as back:
+            while (message := self.take_back(back, ANSWER, CREDIT)) is not None:
+                if message.kind == CREDIT:
+                    self.credits += message.sequence
+                    continue
+                self.accepted = bool(message.sequence) and self.outbox is not None
+                if not self.accepted:
+                    self.outbox = None
 
 
 class Outgoing:

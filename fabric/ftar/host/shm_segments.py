@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from fabric.errors import ConfigError, ProtocolError, StateError
-from fabric.runtime.host_memory import available_bytes
-from fabric.runtime.system_calls import create_memfd
+from fabric.runtime.system_calls import available_bytes, create_memfd
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _FAULT_BYTES = 64 * 1024 * 1024

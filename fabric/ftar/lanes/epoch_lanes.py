@@ -2,17 +2,187 @@
 
 import math
 import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import torch
 import xxhash
 
-from fabric.errors import RoundAborted
-from fabric.ftar.lanes.held_parameters import dtype_of
-from fabric.ftar.lanes.rank_lanes import RankLanes
+from fabric.errors import ConfigError, RoundAborted
+from fabric.ftar.buckets import BUCKET_BYTES, lay_out
 from fabric.model import Member, Record
-from fabric.protocol.rules.lanes import HeldParameter, Lane, ReplicaLayout, lanes_of
+from fabric.protocol.rules.lanes import HeldParameter, Lane, Piece, ReplicaLayout, lanes_of, lanes_of_rank
 from fabric.protocol.rules.layout_text import read_layout
+from fabric.protocol.rules.tensor_region import TensorRegion
+
+# Which part of each parameter lies in this process, and where those parts lie in a flat gradient.
+
+
+def held_parameters(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+) -> tuple[HeldParameter, ...]:
+    """Return the parts of ``parameters`` in this process, in the same order.
+
+    Raises ConfigError for a placement whose local tensor is not a part of the parameter.
+    """
+    return tuple(_held(name, parameter) for name, parameter in parameters)
+
+
+def _held(name: str, parameter: torch.Tensor) -> HeldParameter:
+    dtype, shape = str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape)
+    if not hasattr(parameter, "device_mesh"):
+        return HeldParameter(name, dtype, shape, TensorRegion.whole(shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements = parameter.placements  # type: ignore[attr-defined]
+    if any(p.is_partial() for p in placements):
+        raise ConfigError(f"{name} is a partial sum at each rank: shard or replicate every parameter")
+    sizes, begin = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, placements)
+    if math.prod(sizes) == 0:
+        begin = (0,) * len(shape)
+    return HeldParameter(name, dtype, shape, TensorRegion(tuple(map(int, begin)), tuple(map(int, sizes))))
+
+
+def dtype_of(held: HeldParameter) -> torch.dtype:
+    """Return the type of its elements. Raises ConfigError where torch does not have it."""
+    dtype = getattr(torch, held.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"{held.name} is of {held.dtype[:40]!r}: run the same release of torch on all ranks"
+        )
+    return dtype
+
+
+class FlatPlaces:
+    """Views of a flat gradient in which a rank that holds ``row`` keeps its parts, as ``FlatGradients``."""
+
+    def __init__(self, row: Sequence[HeldParameter]) -> None:
+        self._held = {held.name: held for held in row}
+        self._begins: dict[str, int] = {}
+        self.presence_begins: dict[str, int] = {}  # the byte at which each parameter's presence begins
+        self.nbytes = 0
+        for bucket in lay_out([(held.name, _without_data(held)) for held in row[::-1]], BUCKET_BYTES, {}):
+            at, itemsize = bucket.begin, bucket.dtype.itemsize
+            for name, parameter in bucket.parameters:
+                self._begins[name] = at
+                at += parameter.numel() * itemsize
+            for name, _ in bucket.parameters:
+                self.presence_begins[name] = at
+                at += itemsize
+            self.nbytes = bucket.end
+
+    def regions(self) -> Iterable[HeldParameter]:
+        """The parts that have elements."""
+        return (held for held in self._held.values() if held.region.elements)
+
+    def view(self, flat: torch.Tensor, name: str, region: TensorRegion) -> torch.Tensor:
+        """Return, as a view of ``flat``, the ``region`` of parameter ``name``, which this rank holds."""
+        held, begin = self._held[name], self._begins[name]
+        dtype = dtype_of(held)
+        part = flat[begin : begin + held.region.elements * dtype.itemsize].view(dtype)
+        return part.view(held.region.sizes)[region.within(held.region)]
+
+    def presence(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """Return, as a view of ``flat``, the bytes that tell whether parameter ``name`` has a gradient."""
+        begin = self.presence_begins[name]
+        return flat[begin : begin + dtype_of(self._held[name]).itemsize]
+
+
+def _without_data(held: HeldParameter) -> torch.nn.Parameter:
+    part = torch.empty(held.region.sizes, dtype=dtype_of(held), device="meta")
+    return torch.nn.Parameter(part, requires_grad=False)
+
+
+# The lanes of one rank in one epoch: its pieces go from its flat gradient to each lane, and back.
+#
+# With each piece travels the presence of its parameter, as in a bucket of replicas of equal layouts.
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSection:
+    """The pieces of one data type and group in a lane, which one exchange reduces as one buffer."""
+
+    lane: int
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    group: int = 0
+
+    @property
+    def elements(self) -> int:
+        return sum(piece.region.elements for piece in self.pieces)
+
+    @property
+    def size(self) -> int:
+        """Elements of its memory: those of the pieces, then each piece's presence."""
+        return self.elements + len(self.pieces)
+
+
+def _by_kind(lane: Lane) -> dict[tuple[str, int], list[Piece]]:
+    """Return the lane's pieces by data type and group."""
+    kinds: dict[tuple[str, int], list[Piece]] = {}
+    for piece in lane.pieces:
+        kinds.setdefault((piece.dtype, piece.group), []).append(piece)
+    return kinds
+
+
+class RankLanes:
+    """The sections of all lanes in which ``rank`` takes part, in the order in which all ranks reduce them.
+
+    ``place``: the index of its replica in the layouts. ``row``: what the rank holds. A piece lies in several
+    of its lanes where other replicas have more copies; the rank takes the result of the lowest copy.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], place: int, rank: int, row: Sequence[HeldParameter]) -> None:
+        self.lanes = tuple(lanes)
+        self.numbers = lanes_of_rank(lanes, place, rank)
+        self._places = FlatPlaces(row)
+        dtypes = {held.dtype: dtype_of(held) for held in row}
+        self.sections = tuple(
+            LaneSection(number, dtypes[word], tuple(pieces), group)
+            for number in self.numbers
+            for (word, group), pieces in sorted(_by_kind(lanes[number]).items())
+        )
+        self._lowest: dict[tuple[str, TensorRegion], int] = {}  # piece -> the copy whose result is taken
+        for piece in (piece for section in self.sections for piece in section.pieces):
+            key = piece.name, piece.region
+            self._lowest[key] = min(piece.copy, self._lowest.get(key, piece.copy))
+        self._indices: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}  # of each section's presence
+
+    @torch.no_grad()
+    def gather(self, section: LaneSection, flat: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy the section's pieces and their presence out of the flat gradient."""
+        for piece, part in self._parts(section, into):
+            part.copy_(self._places.view(flat, piece.name, piece.region))
+        words, index = self._presence(section, flat)
+        into[section.elements :].copy_(words[index])
+
+    @torch.no_grad()
+    def scatter(self, section: LaneSection, reduced: torch.Tensor, flat: torch.Tensor) -> None:
+        """Copy the section's reduced pieces and their presence to their places in the flat gradient."""
+        for piece, part in self._parts(section, reduced):
+            if self._lowest[piece.name, piece.region] == piece.copy:
+                self._places.view(flat, piece.name, piece.region).copy_(part)
+        words, index = self._presence(section, flat)
+        # The pieces of one parameter may come by several lanes, in any order: one that is present suffices.
+        present = reduced[section.elements :].clamp(max=1).to(words.dtype)
+        words[index] = torch.maximum(words[index], present)
+
+    def _presence(self, section: LaneSection, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``flat`` in the section's type, and the index of each piece's presence there."""
+        key, itemsize = (section.lane, section.dtype, section.group), section.dtype.itemsize
+        if key not in self._indices:
+            begins = [self._places.presence_begins[piece.name] // itemsize for piece in section.pieces]
+            self._indices[key] = torch.tensor(begins, device=flat.device)
+        return flat[: flat.numel() // itemsize * itemsize].view(section.dtype), self._indices[key]
+
+    def _parts(self, section: LaneSection, memory: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+        parts, begin = [], 0
+        for piece in section.pieces:
+            end = begin + piece.region.elements
+            parts.append((piece, memory[begin:end].view(piece.region.sizes)))
+            begin = end
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from fabric.errors import IllegalTransition
-from fabric.ftar.lanes.rank_lanes import LaneSection
+from fabric.ftar.lanes.epoch_lanes import LaneSection
 from fabric.ftar.plane import DataPlane, Ring
 from fabric.ftar.reduce_ops import SUM, Reduction
 

@@ -9,7 +9,6 @@ from fabric.health.planning.partition import (
     GroupChoice,
     check_speeds,
     cut_layers,
-    group_sizes,
     select_group,
 )
 
@@ -61,39 +60,29 @@ class ModelCut:
     """The layouts into which the script can cut the model."""
 
     layers: int
-    heads: int = 0  # 0: tensor parallelism does not cut the model, so any number of ranks divides it
-    hidden: int = 0
-    least_group: int = 1  # the fewest ranks of a stage whose memory holds the model
-    sizes: tuple[int, ...] = ()  # allowed ranks of a stage; empty: powers of two that divide heads and hidden
+    sizes: tuple[int, ...] = ()  # allowed ranks of a stage
     most_layers: int = 0  # layers that fit into the memory of a stage; 0: no limit
     can_repartition: bool = True  # whether the script can build other splits of the layers
     can_resize: bool = True  # whether the script can build groups of other sizes
 
     def __post_init__(self) -> None:
-        if self.layers < 1 or min(self.heads, self.hidden, self.most_layers) < 0 or self.least_group < 1:
+        if self.layers < 1 or self.most_layers < 0:
             raise ValueError("a model has at least 1 layer and no negative size: mend its description")
 
     def allows(self, ranks: int) -> tuple[int, ...]:
         """The sizes of a group of up to ``ranks`` ranks."""
-        if self.sizes:
-            return tuple(k for k in self.sizes if self.least_group <= k <= ranks)
-        return group_sizes(ranks, self.heads, self.hidden, self.least_group)
+        return tuple(k for k in self.sizes if k <= ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHealth:
-    """The planner's knowledge of one replica: its layouts and its measured speeds."""
+    """The planner's knowledge of one replica: its layout and its measured speeds."""
 
     replica: str
     incarnation: int  # 0: the replica is away
-    usual: StageLayout  # the layout of a healthy replica; it says which ranks are wired to which stage
+    layout: StageLayout  # the layout in force, which is the usual one: another one gets no advice
     speeds: tuple[float, ...]  # rank -> throughput relative to a healthy rank; 0: dead
     micro_batches: int  # micro-batches per step at present
-    now: StageLayout | None = None  # the layout in force; None: the usual one
-
-    @property
-    def layout(self) -> StageLayout:
-        return self.now or self.usual
 
     @property
     def present(self) -> bool:
@@ -103,13 +92,12 @@ class ReplicaHealth:
     def check(self, layers: int) -> None:
         """Raise ValueError for values that are not speeds, and where speeds, layers and layouts do not
         fit."""
-        for layout in (self.usual, self.layout):
-            if sum(layout.layers) != layers:
-                raise ValueError(
-                    f"replica {self.replica} has {sum(layout.layers)} layers and the model {layers}:"
-                    " give each layer one stage"
-                )
-        ranks = {rank for layout in (self.usual, self.layout) for group in layout.groups for rank in group}
+        if sum(self.layout.layers) != layers:
+            raise ValueError(
+                f"replica {self.replica} has {sum(self.layout.layers)} layers and the model {layers}:"
+                " give each layer one stage"
+            )
+        ranks = {rank for group in self.layout.groups for rank in group}
         if ranks and not 0 <= min(ranks) <= max(ranks) < len(self.speeds):
             raise ValueError(f"replica {self.replica} has {len(self.speeds)} speeds for rank {max(ranks)}")
         try:
@@ -127,25 +115,25 @@ def resplit(layout: StageLayout, speeds: Sequence[float], cut: ModelCut) -> Stag
     return StageLayout(tuple(alive), cut_layers(cut.layers, stage_speeds, cut.most_layers))
 
 
-def exclude(usual: StageLayout, speeds: Sequence[float], cut: ModelCut) -> StageLayout:
+def exclude(layout: StageLayout, speeds: Sequence[float], cut: ModelCut) -> StageLayout:
     """For each stage the fastest group that the model allows, with the layers cut to the groups' speeds.
 
     A stage without a group that the model allows is left out, and the other stages take its layers. Raises
     ValueError where no stage is left, or the rest cannot hold the layers.
     """
     choices: list[GroupChoice] = []
-    for group in usual.groups:
+    for group in layout.groups:
         living = sum(speeds[rank] > 0 for rank in group)
         sizes = {*cut.allows(living), *([len(group)] if living == len(group) else [])}
         if sizes:
             choices.append(select_group({rank: speeds[rank] for rank in group}, sizes))
     if not choices:
         raise ValueError("no stage has a group of living ranks that the model allows: wait for a machine")
-    if not cut.can_repartition and len(choices) < usual.stages:
+    if not cut.can_repartition and len(choices) < layout.stages:
         raise ValueError(
             "a stage has no living group and the script cannot move its layers: wait for a machine"
         )
-    layers = usual.layers
+    layers = layout.layers
     if cut.can_repartition:
         layers = cut_layers(cut.layers, [choice.speed for choice in choices], cut.most_layers)
     return StageLayout(tuple(choice.ranks for choice in choices), layers)

@@ -78,7 +78,6 @@ class GroupChoice:
     """The ranks that work as one tensor-parallel or FSDP group."""
 
     ranks: tuple[int, ...]  # ascending
-    standbys: tuple[int, ...]  # living ranks that do not compute
     speed: float  # k times the slowest rank's speed
 
 
@@ -96,17 +95,7 @@ def select_group(speeds: Mapping[int, float], sizes: Iterable[int]) -> GroupChoi
             f"no group of the {len(fastest)} living ranks has a size that the model allows: add a machine"
         )
     best = max(fitting, key=lambda size: (size * speeds[fastest[size - 1]], -size))
-    return GroupChoice(
-        tuple(sorted(fastest[:best])),
-        tuple(sorted(fastest[best:])),
-        best * speeds[fastest[best - 1]],
-    )
-
-
-def group_sizes(ranks: int, heads: int, hidden: int, least: int = 1) -> tuple[int, ...]:
-    """The powers of two from ``least`` to ``ranks`` that divide the heads and the hidden size."""
-    powers = (1 << power for power in range(max(ranks, 0).bit_length()))
-    return tuple(k for k in powers if least <= k <= ranks and heads % k == 0 and hidden % k == 0)
+    return GroupChoice(tuple(sorted(fastest[:best])), best * speeds[fastest[best - 1]])
 
 
 def check_speeds(speeds: Sequence[float], what: str) -> None:

@@ -232,13 +232,11 @@ class _Planner:
             gain = self._base_s / fleet.best_time() - 1
         except ValueError:  # this replica cannot have this remedy
             return None
-        undoes = target == replica.usual
         cost_s = self._absence_cost(replica)
-        enough = gain > 0 if undoes else gain >= self._rules.least_gain
-        if not enough or self._rules.horizon_s * gain / (1 + gain) < cost_s:
+        if gain < self._rules.least_gain or self._rules.horizon_s * gain / (1 + gain) < cost_s:
             return None
         reason = _layout_reason(replica, kind, target, gain)
-        return Remedy(kind, replica.replica, gain, cost_s, reason, self._plan(fleet), undoes)
+        return Remedy(kind, replica.replica, gain, cost_s, reason, self._plan(fleet))
 
     def _target(self, replica: ReplicaHealth, kind: RemedyKind) -> StageLayout | None:
         """The layout that this kind of remedy gives, None where the kind does not apply."""
@@ -246,9 +244,9 @@ class _Planner:
         if kind is RemedyKind.EXCLUSION:
             if not cut.can_resize:
                 return None
-            if self._is_even([replica.speeds[rank] for group in replica.usual.groups for rank in group]):
-                return replica.usual
-            return exclude(replica.usual, replica.speeds, cut)
+            if self._is_even([replica.speeds[rank] for group in replica.layout.groups for rank in group]):
+                return None
+            return exclude(replica.layout, replica.speeds, cut)
         layout = replica.layout
         if not cut.can_repartition or layout.stages == 1 or not replica.present:
             return None
@@ -256,9 +254,7 @@ class _Planner:
             speed / len(group)
             for speed, group in zip(layout.stage_speeds(replica.speeds), layout.groups, strict=True)
         ]
-        if layout.groups == replica.usual.groups and self._is_even(per_rank):
-            return replica.usual
-        return resplit(layout, replica.speeds, cut)
+        return None if self._is_even(per_rank) else resplit(layout, replica.speeds, cut)
 
     def _is_even(self, speeds: list[float]) -> bool:
         return min(speeds) > 0 and max(speeds) / min(speeds) - 1 <= self._rules.hysteresis
@@ -304,8 +300,6 @@ _LAYOUT_KINDS = (RemedyKind.REPARTITION, RemedyKind.EXCLUSION)
 
 def _layout_reason(replica: ReplicaHealth, kind: RemedyKind, target: StageLayout, gain: float) -> str:
     outcome = f"a step then takes {1 / (1 + gain):.2f} of its time"
-    if target == replica.usual:
-        return f"replica {replica.replica} is healthy again: in its usual layout {outcome}"
     if kind is RemedyKind.REPARTITION:
         speeds = replica.layout.stage_speeds(replica.speeds)
         slowest = min(range(len(speeds)), key=lambda stage: speeds[stage])

@@ -7,7 +7,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals, rows_of
 
 _BY = "FabricAccelerator"
 _SPREADS = Refusal(
@@ -27,11 +27,9 @@ ACCELERATOR = ArgumentTable(
     _BY,
     {
         "device_placement": NoInfluence("it says where tensors lie"),
-        "cpu": _EPOCHS,
-        "gradient_accumulation_steps": _EPOCHS,
-        "gradient_accumulation_plugin": _FIELDS,
+        **rows_of(_EPOCHS, "cpu gradient_accumulation_steps"),
+        **rows_of(_FIELDS, "gradient_accumulation_plugin dataloader_config"),
         "step_scheduler_with_optimizer": Kept("test_a_scheduler_of_epochs_makes_one_step"),
-        "dataloader_config": _FIELDS,
         "kwargs_handlers": NoInfluence("its handlers are accounted for"),
         "mixed_precision": Refusal(
             'fp8 has not been tried: choose "bf16"', lambda x: x in ("no", "fp16", "bf16")
@@ -39,16 +37,15 @@ ACCELERATOR = ArgumentTable(
         "split_batches": Refusal("batches are those of one replica: give its batch size"),
         "rng_types": NoInfluence("fabric seeds each micro-batch"),
         "log_with": _EXAMPLE,
-        "project_dir": _FILES,
-        "project_config": _FILES,
-        "dynamo_backend": Refusal("a compiled model has not been tried: leave it out"),
-        "dynamo_plugin": Refusal("a compiled model has not been tried: leave it out"),
-        "deepspeed_plugin": _SPREADS,
-        "deepspeed_plugins": _SPREADS,
-        "fsdp_plugin": _SPREADS,
-        "torch_tp_plugin": _SPREADS,
-        "megatron_lm_plugin": _SPREADS,
-        "parallelism_config": _SPREADS,
+        **rows_of(_FILES, "project_dir project_config"),
+        **rows_of(
+            Refusal("a compiled model has not been tried: leave it out"), "dynamo_backend dynamo_plugin"
+        ),
+        **rows_of(
+            _SPREADS,
+            "deepspeed_plugin deepspeed_plugins fsdp_plugin torch_tp_plugin megatron_lm_plugin "
+            "parallelism_config",
+        ),
     },
 )
 CONFIGURATIONS = (
@@ -88,11 +85,9 @@ CONFIGURATIONS = (
             "ProjectConfiguration",
             _BY,
             {
-                "project_dir": _FILES,
-                "logging_dir": _FILES,
-                "automatic_checkpoint_naming": _FILES,
-                "total_limit": _FILES,
-                "iteration": _FILES,
+                **rows_of(
+                    _FILES, "project_dir logging_dir automatic_checkpoint_naming total_limit iteration"
+                ),
                 "save_on_each_node": Refusal("one replica writes the files: leave it out"),
             },
         ),
@@ -109,80 +104,53 @@ HANDLERS: dict[str, Row] = {
 }
 
 METHODS: dict[str, Row] = {
-    "accumulate": _EPOCHS,
-    "backward": _EPOCHS,
-    "clip_grad_norm_": _EPOCHS,
+    **rows_of(
+        _EPOCHS,
+        "accumulate backward clip_grad_norm_ sync_gradients gradient_accumulation_steps prepare "
+        "gather_for_metrics unwrap_model free_memory",
+    ),
     "clip_grad_value_": Kept("test_gradients_are_clipped_by_value_once_a_step"),
-    "sync_gradients": _EPOCHS,
-    "gradient_accumulation_steps": _EPOCHS,
     "no_sync": NoInfluence("an incomplete step is never exchanged"),
     "autocast": _SCALED,
     "profile": NoInfluence("it measures"),
     "unscale_gradients": NoInfluence("clipping and the optimizer do so too"),
-    "optimizer_step_was_skipped": _READS,
-    "prepare": _EPOCHS,
-    "prepare_data_loader": Kept("recipe accelerate_trigger"),
-    "prepare_model": Kept("recipe accelerate_trigger"),
-    "prepare_optimizer": Kept("recipe accelerate_trigger"),
-    "prepare_scheduler": Kept("recipe accelerate_trigger"),
-    "skip_first_batches": _SAVED,
-    "gather": _FIGURES,
-    "gather_for_metrics": _EPOCHS,
-    "reduce": _FIGURES,
-    "pad_across_processes": NoInfluence("every replica has the whole"),
-    "split_between_processes": NoInfluence("every replica has the whole"),
-    "set_trigger": Kept("recipe accelerate_trigger"),
-    "check_trigger": Kept("recipe accelerate_trigger"),
-    "register_for_checkpointing": Kept("recipe accelerate_trigger"),
+    **rows_of(
+        _READS,
+        "optimizer_step_was_skipped local_process_index is_local_main_process "
+        "on_local_main_process on_local_process get_tracker get_state_dict verify_device_map "
+        "device distributed_type project_dir logging_dir mixed_precision split_batches "
+        "dispatch_batches even_batches use_seedable_sampler non_blocking multi_device "
+        "use_stateful_dataloader use_distributed deepspeed_plugin fp8_backend is_fsdp2 "
+        "is_composable_parallelism_enabled parallelism_config torch_device_mesh "
+        "context_parallel_rank data_parallel_rank data_parallel_shard_rank pipeline_parallel_rank "
+        "tensor_parallel_rank custom_classes",
+    ),
+    **rows_of(
+        Kept("recipe accelerate_trigger"),
+        "prepare_data_loader prepare_model prepare_optimizer prepare_scheduler set_trigger "
+        "check_trigger register_for_checkpointing",
+    ),
+    **rows_of(_SAVED, "skip_first_batches save_state load_state"),
+    **rows_of(_FIGURES, "gather reduce"),
+    **rows_of(NoInfluence("every replica has the whole"), "pad_across_processes split_between_processes"),
     "wait_for_everyone": NoInfluence("replicas meet at each step"),
-    "main_process_first": NoInfluence("each replica prepares its own files"),
-    "local_main_process_first": NoInfluence("each replica prepares its own files"),
+    **rows_of(
+        NoInfluence("each replica prepares its own files"), "main_process_first local_main_process_first"
+    ),
     "num_processes": Kept("test_what_accelerate_reports_is_that_of_the_job"),
-    "process_index": _ONE,
-    "local_process_index": _READS,
-    "is_main_process": _EXAMPLE,
-    "is_local_main_process": _READS,
-    "is_last_process": _ONE,
-    "on_main_process": _ONE,
-    "on_last_process": _ONE,
-    "on_process": _ONE,
-    "on_local_main_process": _READS,
-    "on_local_process": _READS,
+    **rows_of(_ONE, "process_index is_last_process on_main_process on_last_process on_process"),
+    **rows_of(_EXAMPLE, "is_main_process log init_trackers end_training"),
     "print": Kept("test_print_acts_on_the_replica_of_is_main_process"),
-    "log": _EXAMPLE,
-    "init_trackers": _EXAMPLE,
-    "get_tracker": _READS,
-    "end_training": _EXAMPLE,
-    "save": _FILES,
-    "save_model": _FILES,
-    "save_state": _SAVED,
-    "load_state": _SAVED,
-    "save_iteration": _FILES,
-    "should_save_model": _FILES,
-    "register_save_state_pre_hook": _FILES,
-    "register_load_state_pre_hook": _FILES,
-    "get_state_dict": _READS,
-    "unwrap_model": _EPOCHS,
-    "verify_device_map": _READS,
+    **rows_of(
+        _FILES,
+        "save save_model save_iteration should_save_model register_save_state_pre_hook "
+        "register_load_state_pre_hook",
+    ),
     "clear": Refusal("a job is one training in one process: make a script of each"),
-    "free_memory": _EPOCHS,
     "join_uneven_inputs": Refusal("replicas share the batches of a step evenly: leave it out"),
     "trigger_sync_in_backward": Refusal("the last batch of a step is known before: use accumulate"),
     "lomo_backward": Refusal("it updates parameters before their gradients are averaged: use backward"),
-    "maybe_context_parallel": _SPREADS,
-    "deepspeed_ulysses_dl_adapter": _SPREADS,
-    # what accelerate has found and was given
-    **dict.fromkeys(
-        (
-            *("device", "distributed_type", "project_dir", "logging_dir", "mixed_precision", "split_batches"),
-            *("dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking", "multi_device"),
-            *("use_stateful_dataloader", "use_distributed", "deepspeed_plugin", "fp8_backend", "is_fsdp2"),
-            *("is_composable_parallelism_enabled", "parallelism_config", "torch_device_mesh"),
-            *("context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank"),
-            *("pipeline_parallel_rank", "tensor_parallel_rank", "custom_classes"),
-        ),
-        _READS,
-    ),
+    **rows_of(_SPREADS, "maybe_context_parallel deepspeed_ulysses_dl_adapter"),
 }
 
 

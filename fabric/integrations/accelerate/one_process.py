@@ -26,14 +26,10 @@ def one_process(adapter: str) -> Iterator[None]:
             f"{adapter} is one process per replica, and this replica has {ranks} ranks: start each one as "
             "a replica of its own, with fabric launch --ranks 1"
         )
-    _forget_group_of_one()
-    with without_launcher():
-        yield
-
-
-def _forget_group_of_one() -> None:
-    """Let accelerate look again where the script has asked it before, and it has found one process."""
+    # Let accelerate look again where the script has asked it before, and it has found one process.
     state = PartialState._shared_state  # noqa: SLF001
     kind = state.get("distributed_type", DistributedType.NO)
     if kind.value.startswith("MULTI_") and state.get("num_processes") == 1:
         AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
+    with without_launcher():
+        yield

@@ -31,8 +31,8 @@ from fabric.integrations.accelerate.prepared import JobDataLoader
 from fabric.integrations.adopt.living_objects import schedulers_of
 from fabric.integrations.adopt.repeated_outputs import RepeatedOutputs
 from fabric.integrations.adopt.script_gradients import ScriptGradients
+from fabric.integrations.arguments import unequal_optimizer
 from fabric.integrations.measured_values import measured_value
-from fabric.integrations.optimizers import unequal_optimizer
 from fabric.integrations.script_state import ScriptState
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.training_data import TrainingData

@@ -5,10 +5,17 @@ from typing import Any
 
 from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, refusals, rows_of
+from fabric.integrations.arguments import (
+    ArgumentTable,
+    Kept,
+    NoInfluence,
+    Refusal,
+    refusals,
+    rows_of,
+    unequal_optimizer,
+)
 from fabric.integrations.hook_source import Hooks, collective, kept_value
 from fabric.integrations.huggingface import trl
-from fabric.integrations.optimizers import unequal_optimizer
 
 BY = "FabricTrainer"
 

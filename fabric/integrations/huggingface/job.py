@@ -5,14 +5,17 @@ While a job runs, the Trainer's loop finds the job's methods in place of four of
 """
 
 import contextlib
+import enum
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ProgressCallback
 
 import fabric.client
@@ -21,13 +24,210 @@ from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE
 from fabric.errors import ConfigError
-from fabric.integrations.huggingface.counters import TrainerCounters
-from fabric.integrations.huggingface.loss import LossRule, Rule, weight_of
-from fabric.integrations.huggingface.reporting import continue_curves
 from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.script_state import ScriptState
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.training_data import TrainingData
+
+# How a Trainer's loss of one micro-batch enters the average of a step.
+#
+# The Trainer's rule for R processes: what their micro-batches give to ``backward`` is summed and divided
+# by R, or by their number in a short last step that has fewer than R. A loss that is divided by
+# ``num_items_in_batch`` is a sum over tokens, divided by the tokens of the whole step. No replica knows
+# that number before the step. So such a loss is divided by the micro-batch's own tokens, and weighed by
+# them.
+
+
+_CONVERSIONS = {
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.detach,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+}
+
+
+class Rule(enum.Enum):
+    """How the losses of micro-batches make the loss of a step."""
+
+    UNKNOWN = enum.auto()  # no loss of this process has shown it
+    TOKENS = enum.auto()  # the loss is divided by num_items_in_batch
+    SUM = enum.auto()  # the loss does not depend on num_items_in_batch
+
+
+class ItemCount(torch.Tensor):
+    """``num_items_in_batch`` of the first micro-batch. It notes whether the loss made a number of it."""
+
+    converted = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As Tensor's, with the note."""
+        if func in _CONVERSIONS:
+            ItemCount.converted = True
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+class LossRule:
+    """Finds out once how the loss of ``trainer`` depends on ``num_items_in_batch``."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        # A Trainer may say it. Releases of transformers before 5.19 do not ask.
+        is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        self.rule = {None: Rule.UNKNOWN, True: Rule.TOKENS, False: Rule.SUM}[is_scaled]
+        self.number: float | None = None  # num_items_in_batch of the micro-batch, or None
+        self._count: torch.Tensor | None = None
+
+    def items(self, batch: Any) -> Any:
+        """Return ``num_items_in_batch`` of one micro-batch, as the loss is to get it."""
+        trainer = self._trainer
+        items = trainer._get_num_items_in_batch([batch], trainer.args.device)  # noqa: SLF001
+        self._count, self.number = None, None if items is None else float(items)
+        if items is None or self.rule is not Rule.UNKNOWN or not torch.is_tensor(items):
+            return items
+        count = items.to(torch.float32)
+        if not trainer.args.torch_compile:  # a compiled model makes no number of a tensor
+            count, ItemCount.converted = count.as_subclass(ItemCount), False
+        self._count = count.requires_grad_()
+        return self._count
+
+    def look_at(self, loss: torch.Tensor) -> None:
+        """Learn the rule from the first loss, before its backward. Raises ConfigError where none holds."""
+        count, self._count = self._count, None
+        if count is None:
+            return
+        slopes: Any = torch.autograd.grad(loss, [count], retain_graph=True, allow_unused=True)
+        slope = slopes[0]
+        name = type(self._trainer).__name__
+        remedy = f"set loss_is_scaled_for_ga in {name}, as the Trainer's documentation of compute_loss says"
+        if slope is None:
+            if isinstance(count, ItemCount) and ItemCount.converted:
+                raise ConfigError(
+                    f"the loss of {name} makes a number of num_items_in_batch, so FabricTrainer cannot see "
+                    f"whether it divides by it: {remedy}"
+                )
+            self.rule = Rule.SUM
+            return
+        value, part = float(loss), float(slope) * (self.number or 0.0)
+        if value == 0.0 or abs(value + part) <= 1e-3 * abs(value):
+            self.rule = Rule.TOKENS  # loss = sum / count, whose slope is -loss / count
+        elif not math.isnan(value):
+            raise ConfigError(
+                f"{name} divides only a part of the loss by num_items_in_batch (as with a router's auxiliary "
+                "loss), which FabricTrainer cannot keep equal: turn the other part off, or divide all of it "
+                f"and {remedy}"
+            )
+
+
+def weight_of(rule: Rule, number: float | None) -> float:
+    """Return the weight of a micro-batch in the step's average."""
+    return 1.0 if number is None or rule is Rule.SUM else number
+
+
+# The counters of a Trainer as shared state: a replica that joins logs and reports as the others do.
+
+
+# Attributes of the Trainer, and of its state, that count since the training began.
+_OF_TRAINER = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+_OF_STATE = ("num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
+
+
+class TrainerCounters:
+    """``trainer`` may lack the attributes until its loop begins; the counters begin at ``step`` then."""
+
+    def __init__(self, trainer: Any, step: int, figures: TrlFigures) -> None:
+        self._trainer = trainer
+        self._figures = figures
+        self._values: dict[str, Any] = {
+            "_tr_loss": 0.0,
+            "_total_loss_scalar": 0.0,
+            "_globalstep_last_logged": step,
+            "_initial_global_step": step,
+            "current_flos": 0.0,
+            **{name: getattr(trainer.state, name) for name in _OF_STATE},
+            "callbacks": _callback_states(trainer),
+            "figures": figures.state_dict(),
+        }
+
+    @property
+    def has_callback_states(self) -> bool:
+        """Whether callbacks have a state, which an evaluation may change."""
+        return bool(self._values["callbacks"])
+
+    def collect(self) -> None:
+        """Take the counters from the Trainer, at a step boundary."""
+        trainer = self._trainer
+        # The Trainer adds these up when it logs, and where it saves: on the one replica that writes.
+        trainer.state.total_flos += trainer.current_flos
+        trainer.current_flos = 0.0
+        self._values = {
+            "_tr_loss": trainer._tr_loss.item(),  # noqa: SLF001
+            **{name: getattr(trainer, name) for name in _OF_TRAINER},
+            **{name: getattr(trainer.state, name) for name in _OF_STATE},
+            "callbacks": _callback_states(trainer),
+            "figures": self._figures.state_dict(),
+        }
+
+    def apply(self) -> None:
+        """Put the counters into the Trainer."""
+        trainer, values = self._trainer, self._values
+        trainer._tr_loss = torch.tensor(values["_tr_loss"], device=trainer.args.device)  # noqa: SLF001
+        for name in _OF_TRAINER:
+            setattr(trainer, name, values[name])
+        for name in _OF_STATE:
+            setattr(trainer.state, name, values[name])
+        self._figures.load_state_dict(values["figures"])
+        for callback, attributes in zip(_stateful(trainer), values["callbacks"], strict=False):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters of the last step boundary."""
+        return self._values
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the job's counters."""
+        self._values = dict(state)
+        self.apply()
+
+
+def _stateful(trainer: Any) -> list[Any]:
+    """Return the callbacks that the Trainer itself saves in its checkpoints, such as early stopping."""
+    return [x for x in trainer.callback_handler.callbacks if hasattr(x, "state") and hasattr(x, "from_state")]
+
+
+def _callback_states(trainer: Any) -> list[dict[str, Any]]:
+    return [dict(callback.state()["attributes"]) for callback in _stateful(trainer)]
+
+
+# TensorBoard's curve of a Trainer goes on in one folder, whichever replica writes it.
+
+
+def continue_curves(trainer: Any, job: str) -> None:
+    """Give each TensorBoardCallback of ``trainer`` the folder of the job, unless the user has named one.
+
+    A new writer hides what an earlier one has written of steps that follow: these steps are done again.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is None:
+            if callback.logging_dir is None:
+                callback.logging_dir = str(Path(trainer.args.output_dir) / "runs" / job)
+            callback._SummaryWriter = _Purging(callback._SummaryWriter, trainer)  # noqa: SLF001
+
+
+class _Purging:
+    """Makes a SummaryWriter that begins at the Trainer's step."""
+
+    def __init__(self, kind: Any, trainer: Any) -> None:
+        self._kind = kind
+        self._trainer = trainer
+
+    def __call__(self, log_dir: str) -> Any:
+        return self._kind(log_dir=log_dir, purge_step=self._trainer.state.global_step)
+
 
 # The end of a sentence for a loop of one's own, in the words of transformers.
 _WORDS = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals
+from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals, rows_of
 from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
 from fabric.integrations.lightning.callback_states import overrides
 from fabric.integrations.lightning.release import ROOT
@@ -31,39 +31,29 @@ TRAINER = ArgumentTable(
     _BY,
     {
         "accelerator": NoInfluence("it chooses the replica's device"),
-        "strategy": _JOB,
-        "devices": Refusal(_ONE),
-        "num_nodes": Refusal(_ONE),
+        **rows_of(_JOB, "strategy max_steps check_val_every_n_epoch enable_checkpointing"),
+        **rows_of(Refusal(_ONE), "devices num_nodes"),
         "precision": Refusal(
             'a GradScaler is not in the shared state: say "bf16-mixed", "bf16-true" or "32-true"'
         ),
-        "logger": Kept("recipe lightning_csv"),
+        **rows_of(Kept("recipe lightning_csv"), "logger log_every_n_steps default_root_dir"),
         "callbacks": Kept("test_a_callback_that_has_loaded_a_state_has_it"),
         "fast_dev_run": Kept("recipe lightning_fast_dev_run"),
-        "max_epochs": Kept("recipe lightning_limited"),
-        "min_epochs": Kept("recipe lightning_early_stopping"),
-        "max_steps": _JOB,
-        "min_steps": Kept("recipe lightning_early_stopping"),
+        **rows_of(Kept("recipe lightning_limited"), "max_epochs limit_train_batches"),
+        **rows_of(Kept("recipe lightning_early_stopping"), "min_epochs min_steps"),
         "max_time": Refusal(f"{_CLOCK}: say max_steps"),
-        "limit_train_batches": Kept("recipe lightning_limited"),
         "limit_val_batches": NoInfluence("every replica validates"),
         "limit_test_batches": NoInfluence("it concerns Trainer.test"),
         "limit_predict_batches": NoInfluence("it concerns Trainer.predict"),
-        "overfit_batches": Kept("recipe lightning_overfit"),
+        **rows_of(Kept("recipe lightning_overfit"), "overfit_batches gradient_clip_algorithm"),
         "val_check_interval": Refusal(
             f"{_CLOCK}: give a number of batches, or a part of an epoch", lambda x: isinstance(x, int | float)
         ),
-        "check_val_every_n_epoch": _JOB,
         "num_sanity_val_steps": NoInfluence("it validates before the training"),
-        "log_every_n_steps": Kept("recipe lightning_csv"),
-        "enable_checkpointing": _JOB,
         "enable_progress_bar": NoInfluence("it shows progress"),
         "enable_model_summary": NoInfluence("it prints"),
-        "accumulate_grad_batches": Kept("recipe lightning_trainer"),
-        "gradient_clip_val": Kept("recipe lightning_trainer"),
-        "gradient_clip_algorithm": Kept("recipe lightning_overfit"),
-        "deterministic": NoInfluence("it chooses kernels"),
-        "benchmark": NoInfluence("it chooses kernels"),
+        **rows_of(Kept("recipe lightning_trainer"), "accumulate_grad_batches gradient_clip_val"),
+        **rows_of(NoInfluence("it chooses kernels"), "deterministic benchmark"),
         "inference_mode": NoInfluence("it concerns the validation"),
         "use_distributed_sampler": NoInfluence(
             "a replica is one process, for which Lightning replaces no sampler"
@@ -76,7 +66,6 @@ TRAINER = ArgumentTable(
         "reload_dataloaders_every_n_epochs": Refusal(
             "the job's order of data is agreed when it begins: leave it out"
         ),
-        "default_root_dir": Kept("recipe lightning_csv"),
         "enable_autolog_hparams": NoInfluence("it logs hyperparameters"),
         "model_registry": NoInfluence("it uploads files"),
     },
@@ -109,8 +98,7 @@ _OWN = Kept("test_a_callback_that_has_loaded_a_state_has_it")
 _SAVED = Kept("test_what_hooks_save_is_shared_state")
 _HOOK = Kept("recipe lightning_hooks")
 CALLBACKS: dict[str, Row] = {
-    "Callback": _OWN,
-    "Checkpoint": _OWN,
+    **rows_of(_OWN, "Callback Checkpoint"),
     "BackboneFinetuning": Refusal(
         "it adds parameters to the optimizer in mid-training, which a replica that joins lacks: give the "
         "optimizer all parameters, and set the backbone's learning rate by a scheduler"
@@ -124,7 +112,7 @@ CALLBACKS: dict[str, Row] = {
         "it trains outside of the job before the first step: run it in a script without fabric, and write "
         "its result into the DataLoader"
     ),
-    "DeviceStatsMonitor": NoInfluence("it logs"),
+    **rows_of(NoInfluence("it logs"), "DeviceStatsMonitor LearningRateMonitor ThroughputMonitor"),
     "EMAWeightAveraging": Kept("recipe lightning_overfit"),
     "EarlyStopping": Kept("recipe lightning_early_stopping"),
     "GradientAccumulationScheduler": Refusal(
@@ -135,24 +123,19 @@ CALLBACKS: dict[str, Row] = {
         "it trains outside of the job before the first step: run it in a script without fabric, and write "
         "its result into configure_optimizers"
     ),
-    "LearningRateMonitor": NoInfluence("it logs"),
     "ModelCheckpoint": Kept("test_all_replicas_give_a_checkpoint_the_same_name"),
     "ModelPruning": Refusal(
         "it replaces parameters in mid-training, and the other replicas do not know that: prune after the "
         "training"
     ),
-    "ModelSummary": NoInfluence("it prints"),
+    **rows_of(NoInfluence("it prints"), "ModelSummary RichModelSummary"),
     "OnExceptionCheckpoint": NoInfluence("it writes a file"),
-    "ProgressBar": NoInfluence("it shows progress"),
-    "RichModelSummary": NoInfluence("it prints"),
-    "RichProgressBar": NoInfluence("it shows progress"),
+    **rows_of(NoInfluence("it shows progress"), "ProgressBar RichProgressBar TQDMProgressBar"),
     "SpikeDetection": Refusal("it judges the losses of one replica alone: leave it out, and say on_nan"),
     "StochasticWeightAveraging": Refusal(
         "it replaces the scheduler in mid-training, which a replica that joins lacks: take WeightAveraging, "
         "and torch's SWALR as the scheduler"
     ),
-    "TQDMProgressBar": NoInfluence("it shows progress"),
-    "ThroughputMonitor": NoInfluence("it logs"),
     "Timer": Refusal(f"{_CLOCK}: say max_steps"),
     "WeightAveraging": Kept("recipe lightning_averaging"),
 }
@@ -191,22 +174,15 @@ CALLBACK_HOOKS: dict[str, Row] = {
     "on_load_checkpoint": Refusal("FabricStrategy shares a callback's state_dict: return the state there"),
 }
 _STEPS: dict[str, Row] = {
-    "training_step": _JOB,
-    "validation_step": _HOOK,
+    **rows_of(_JOB, "training_step forward configure_optimizers"),
+    **rows_of(
+        _HOOK,
+        "validation_step configure_callbacks configure_gradient_clipping clip_gradients backward "
+        "optimizer_step optimizer_zero_grad lr_scheduler_step",
+    ),
     "test_step": NoInfluence("it concerns Trainer.test"),
     "predict_step": NoInfluence("it concerns Trainer.predict"),
-    "forward": _JOB,
-    "configure_optimizers": _JOB,
-    "configure_callbacks": _HOOK,
-    "configure_gradient_clipping": _HOOK,
-    "clip_gradients": _HOOK,
-    "backward": _HOOK,
-    "manual_backward": Kept("recipe lightning_manual"),
-    "optimizer_step": _HOOK,
-    "optimizer_zero_grad": _HOOK,
-    "lr_scheduler_step": _HOOK,
-    "toggle_optimizer": Kept("recipe lightning_manual"),
-    "untoggle_optimizer": Kept("recipe lightning_manual"),
+    **rows_of(Kept("recipe lightning_manual"), "manual_backward toggle_optimizer untoggle_optimizer"),
 }
 _READING = ("train_dataloader", "val_dataloader", "transfer_batch_to_device")
 _TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
@@ -231,13 +207,9 @@ MODULE_HOOKS: dict[str, Row] = {
     "on_predict_model_eval": NoInfluence("after the training"),
 }
 SCHEDULER: dict[str, Row] = {
-    "scheduler": Kept("recipe lightning_trainer"),
+    **rows_of(Kept("recipe lightning_trainer"), "scheduler interval frequency"),
     "name": NoInfluence("it names a curve"),
-    "interval": Kept("recipe lightning_trainer"),
-    "frequency": Kept("recipe lightning_trainer"),
-    "reduce_on_plateau": Kept("recipe lightning_plateau"),
-    "monitor": Kept("recipe lightning_plateau"),
-    "strict": Kept("recipe lightning_plateau"),
+    **rows_of(Kept("recipe lightning_plateau"), "reduce_on_plateau monitor strict"),
 }
 PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 

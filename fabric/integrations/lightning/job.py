@@ -2,10 +2,12 @@
 
 import dataclasses
 import importlib
+import math
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,8 +22,6 @@ from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.lightning.arguments import check_kept_values
 from fabric.integrations.lightning.callback_states import CallbackStates, averaged_models, hook_states
-from fabric.integrations.lightning.counters import set_counters, set_place
-from fabric.integrations.lightning.epochs import EpochShape
 from fabric.integrations.lightning.figures import JobFigures
 from fabric.integrations.lightning.manual import ManualSteps
 from fabric.integrations.lightning.release import ROOT
@@ -34,6 +34,110 @@ from fabric.runtime.config import parse_replicas
 
 if TYPE_CHECKING:
     from fabric.integrations.lightning.strategy import FabricStrategy
+
+# An epoch of Lightning's Trainer as steps of a job, and what a micro-batch counts for in its step.
+#
+# A batch of the Trainer is a batch of all replicas together, as with DistributedDataParallel. The last
+# batch of an epoch may be smaller, and the last step may have fewer batches. Lightning takes the mean
+# over each batch, adds the batches of a step up and divides by ``accumulate_grad_batches``, also in a
+# shorter step.
+
+
+@dataclass(frozen=True, slots=True)
+class EpochShape:
+    """The shape of every epoch."""
+
+    positions: int  # samples of a whole pass over the data
+    batch_size: int  # samples of a micro-batch
+    replicas: int  # with which the job starts
+    accumulation: int  # batches of a step
+    drop_last: bool = False
+    limit: int | float | None = None  # as ``limit_train_batches``: a number of batches, or a part of them
+
+    @property
+    def batch(self) -> int:
+        """Samples of a batch of the Trainer, on all replicas together."""
+        return self.batch_size * self.replicas
+
+    @property
+    def whole(self) -> int:
+        """Batches of a pass over the data, before the limit."""
+        exact = self.positions / self.batch
+        return math.floor(exact) if self.drop_last else math.ceil(exact)
+
+    @property
+    def batches(self) -> int:
+        """Batches of an epoch."""
+        if isinstance(self.limit, int):
+            return min(self.whole, self.limit)
+        return self.whole if self.limit is None else int(self.whole * self.limit)
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+        return min(self.positions, self.batches * self.batch)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of an epoch."""
+        return math.ceil(self.batches / self.accumulation)
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of a full step."""
+        return self.batch * self.accumulation
+
+    def batches_before(self, step: int) -> int:
+        """Return the number of batches, over all epochs, before the job's step ``step``."""
+        epoch, within = divmod(step, self.steps)
+        return epoch * self.batches + within * self.accumulation
+
+    def batches_of(self, step: int) -> int:
+        """Return the number of batches of the job's step ``step``."""
+        return min(self.accumulation, self.batches - step % self.steps * self.accumulation)
+
+    def factor(self, step: int) -> float:
+        """Return by what factor Lightning's gradient of ``step`` differs from a mean over its batches."""
+        return self.batches_of(step) / self.accumulation
+
+    def weight(self, step: int, micro_batch: int, samples: int) -> float:
+        """Return what ``samples`` samples of a micro-batch weigh: all batches of a step weigh the same."""
+        left = self.samples - step % self.steps * self.step_samples
+        size = min(self.batch, left - micro_batch // self.replicas * self.batch)
+        return samples * self.batch / size
+
+
+# The counters of Lightning's loops, set to the job's step.
+
+
+def set_counters(trainer: Any, step: int, epochs: EpochShape) -> None:
+    """Let the loops of ``trainer`` begin the epoch of ``step``; ``set_place`` gives the place in it."""
+    loop = trainer.fit_loop
+    inner, epoch = loop.epoch_loop, step // epochs.steps
+    for each in (loop, inner, inner.val_loop, inner.automatic_optimization, inner.manual_optimization):
+        each._restarting = each._loaded_from_state_dict = each._resuming_from_checkpoint = False  # noqa: SLF001
+    for progress in (loop.epoch_progress.total, loop.epoch_progress.current):
+        progress.ready = progress.started = progress.processed = progress.completed = epoch
+    total = inner.batch_progress.total
+    total.ready = total.started = total.processed = total.completed = epochs.batches_before(step)
+    automatic = inner.automatic_optimization.optim_progress.optimizer.step
+    for updates in (automatic, inner.manual_optimization.optim_step_progress):
+        updates.total.ready = updates.total.completed = step
+    inner._batches_that_stepped = step  # noqa: SLF001
+
+
+def set_place(trainer: Any, step: int, epochs: EpochShape) -> None:
+    """Let the epoch that has just begun go on at ``step``; for the first batch that its loop reads."""
+    loop = trainer.fit_loop
+    inner, within = loop.epoch_loop, step % epochs.steps
+    count = within * epochs.accumulation
+    progress = inner.batch_progress.current
+    progress.ready = progress.started = progress.processed = progress.completed = count
+    automatic = inner.automatic_optimization.optim_progress.optimizer.step
+    for updates in (automatic, inner.manual_optimization.optim_step_progress):
+        updates.current.ready = updates.current.completed = within
+    loop._data_fetcher.fetched = count  # noqa: SLF001
+
 
 # Sentences for a loop of one's own, in the words of Lightning.
 _WORDS = {

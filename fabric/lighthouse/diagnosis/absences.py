@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
+from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
 from fabric.lighthouse.diagnosis.status_text import outside_because
 from fabric.lighthouse.history.recovery import DOWN, LEFT, OUTSIDE, Absence, Recoveries
 from fabric.model import counted

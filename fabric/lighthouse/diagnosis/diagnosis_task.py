@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fabric.lighthouse.diagnosis import rank_probe
-from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
-from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess, ProbeTarget
+from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses, ProbeAccess, ProbeTarget
 from fabric.lighthouse.diagnosis.verdict import UNKNOWN, Diagnosis, Symptoms, diagnose
 from fabric.lighthouse.history.recovery import RecoveryRecord
 from fabric.model import Record

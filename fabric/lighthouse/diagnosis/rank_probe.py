@@ -6,25 +6,190 @@ a network that the lighthouse was given (``ProbeAccess.hosts``).
 """
 
 import asyncio
+import ipaddress
 import json
-from collections.abc import Callable, Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from fabric.collectives.plain_pickle import BadRecording
 from fabric.collectives.recording import Process, Recording, parse_recording
-from fabric.lighthouse.diagnosis.allowed_hosts import (
-    AllowedHosts,
-    ConfinedResolver,
-    HostNotAllowed,
-    is_address,
-)
+from fabric.errors import ConfigError
 from fabric.lighthouse.diagnosis.verdict import RankProbe
+from fabric.protocol.messages.network import OpenSession
 from fabric.runtime.http.tls import Tls
+from fabric.runtime.http.token_file import is_same
+
+# The addresses from which a job's sessions and trainer statuses come, as the kernel reports them.
+#
+# A member names the address of its checkpoint server. After a failure the lighthouse calls that address
+# and shows the job's token. It does so only if that member or its checkpoint server has connected from
+# there. Otherwise a member could make the lighthouse call any host in its network.
+#
+# Each process also sends a secret, so that another process with the job's token cannot take over its
+# session.
+
+
+@dataclass(slots=True)
+class _Source:
+    session: str = ""
+    status: str = ""
+    is_trusted: bool = False
+    opened: float = 0.0  # Unix seconds of the newest session
+    incarnation: int = -1
+    secret: str = ""
+
+
+@dataclass(slots=True)
+class PeerAddresses:
+    """Addresses by replica and rank. A session speaks for every rank of its replica, a status for one."""
+
+    _sources: dict[tuple[str, int], _Source] = field(default_factory=dict)
+    wrong_tokens: dict[str, float] = field(default_factory=dict)  # address -> Unix seconds of its newest one
+
+    def token_refused(self, address: str) -> None:
+        """Note that a process at this address has shown a wrong token for the job."""
+        if len(self.wrong_tokens) < 1000 or address in self.wrong_tokens:
+            self.wrong_tokens[address] = time.time()
+
+    def refused_at(self, replica: str) -> float:
+        """Return when a wrong token last came from the replica's address; 0 where a session has followed."""
+        newest = max((self.wrong_tokens.get(address, 0.0) for address in self.of(replica, 0)), default=0.0)
+        source = self._sources.get((replica, 0))
+        return newest if source is None or newest > source.opened else 0.0
+
+    def stranger(self, session: OpenSession) -> str:
+        """Return why the session is not from the process that it claims, or an empty string.
+
+        The incarnation alone proves nothing, because the job's status shows it.
+        """
+        source = self._sources.get((session.replica, 0))
+        if source is None or not source.secret or source.incarnation != session.incarnation:
+            return ""
+        if is_same(session.secret, source.secret):
+            return ""
+        return (
+            f"another process speaks for {session.replica} as incarnation {session.incarnation}: start with a"
+            " replica name of your own"
+        )
+
+    def session(self, session: OpenSession, address: str, *, is_trusted: bool) -> None:
+        """Note that a session was opened; ``is_trusted``: it showed the lighthouse's own token."""
+        source = self._sources.setdefault((session.replica, 0), _Source())
+        source.session, source.is_trusted, source.opened = address, is_trusted, time.time()
+        source.incarnation, source.secret = session.incarnation, session.secret
+
+    def status(self, replica: str, rank: int, address: str) -> None:
+        """Note the address of a rank's checkpoint server."""
+        self._sources.setdefault((replica, rank), _Source()).status = address
+
+    def of(self, replica: str, rank: int) -> frozenset[str]:
+        """Return the addresses from which the rank's processes have connected."""
+        first, own = self._sources.get((replica, 0)), self._sources.get((replica, rank))
+        return frozenset(filter(None, (first.session if first else "", own.status if own else "")))
+
+    def is_trusted(self, replica: str) -> bool:
+        """Whether the replica's newest session showed the lighthouse's own token."""
+        source = self._sources.get((replica, 0))
+        return source is not None and source.is_trusted
+
+
+# The addresses that the lighthouse may call: those from which a job's processes have connected, and
+# networks that the operator allowed.
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class HostNotAllowed(OSError):
+    """A name resolves to no address that the lighthouse may call."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedHosts:
+    """The lighthouse may always call addresses in ``networks``."""
+
+    networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "AllowedHosts":
+        """Parse networks and addresses, separated by commas. Raises ConfigError."""
+        try:
+            return cls(tuple(ipaddress.ip_network(part.strip()) for part in text.split(",") if part.strip()))
+        except ValueError as error:
+            raise ConfigError(
+                f"ckpt-networks is {text[:200]!r} ({error}): give networks such as 10.1.0.0/16,fd00::/8"
+            ) from error
+
+    def allow(self, address: str, sources: Iterable[str]) -> bool:
+        """Whether the lighthouse may call ``address`` for processes that have connected from ``sources``."""
+        asked = _address(address)
+        if asked is None:
+            return False
+        if any(asked in network for network in self.networks):
+            return True
+        came = [_address(source) for source in sources]
+        # A process that connects over loopback runs on this host; it may listen on each of the host's
+        # addresses.
+        return asked in came or (any(x is not None and x.is_loopback for x in came) and _is_this_host(asked))
+
+
+class ConfinedResolver(AbstractResolver):
+    """Resolves names to allowed addresses only, so that the client dials the address that was checked."""
+
+    def __init__(self, hosts: AllowedHosts, sources: Iterable[str]) -> None:
+        self._hosts = hosts
+        self._sources = tuple(sources)
+        self._names = ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Resolve ``host``. Raises HostNotAllowed where no allowed address is found."""
+        addresses = await self._names.resolve(host, port, family)
+        may = [x for x in addresses if await asyncio.to_thread(self._hosts.allow, x["host"], self._sources)]
+        if not may:
+            raise HostNotAllowed(host)
+        return may
+
+    async def close(self) -> None:
+        """Do nothing: the resolver holds no resources."""
+        await self._names.close()
+
+
+def is_address(text: str) -> bool:
+    """Whether ``text`` is an IP address and not a name."""
+    return _address(text) is not None
+
+
+def _address(text: str) -> Address | None:
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return mapped if mapped is not None else address
+
+
+def _is_this_host(address: Address) -> bool:
+    if address.is_loopback:
+        return True
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((str(address), 0))  # a socket binds only to addresses of its own host
+        except OSError:
+            return False
+    return not address.is_unspecified
+
 
 # If a trainer holds the interpreter's lock and does not answer within a second, a signal writes its stacks.
 ASK_S = 3.0
@@ -102,7 +267,7 @@ def of_answers(
 ) -> RankProbe:
     """Return what the three answers of a rank's checkpoint server say, whatever they hold."""
     trainer = _mapping(state.get("trainer"))
-    how, main, kernel = _main_thread(stacks)
+    how, main, kernel = main_thread(stacks)
     pid = trainer.get("pid")
     problems = [str(x["error"]) for x in (state, stacks) if "error" in x]
     silent = trainer.get("silent")
@@ -165,7 +330,7 @@ def _kept(value: Any, left: list[int], depth: int) -> Any:
     return value
 
 
-def _main_thread(stacks: Mapping[str, Any]) -> tuple[str, tuple[str, ...], str]:
+def main_thread(stacks: Mapping[str, Any]) -> tuple[str, tuple[str, ...], str]:
     """Return how the stacks were read, the main thread's stack, and the kernel function it sleeps in."""
     threads, kernel = stacks.get("threads"), stacks.get("kernel")
     first = _mapping(kernel[0]) if isinstance(kernel, list) and kernel else {}

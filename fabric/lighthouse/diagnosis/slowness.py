@@ -14,9 +14,14 @@ from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
 from fabric.health.link_detector import LinkDetector, PeerTimes
 from fabric.health.localise import Scope, Slowdown
 from fabric.health.work import WorkAmount, is_time
-from fabric.lighthouse.diagnosis.layout_advice import LASTING, LayoutAdvisor, keep_their_layouts, slow_replica
+from fabric.lighthouse.diagnosis.layout_advice import (
+    LASTING,
+    LayoutAdvisor,
+    ShareAdvisor,
+    keep_their_layouts,
+    slow_replica,
+)
 from fabric.lighthouse.diagnosis.rank_watch import MOST_ROWS, RankReport, RankWatch
-from fabric.lighthouse.diagnosis.share_advice import ShareAdvisor
 from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks, SpeedVerdict
 from fabric.lighthouse.history.slowdowns import SlowdownState
 from fabric.model import Member, Record, StepTimes

@@ -18,9 +18,8 @@ from importlib.resources import files
 from aiohttp import web
 
 from fabric.errors import ProtocolError
-from fabric.lighthouse.http.login_limit import TokenTries
-from fabric.lighthouse.http.status_cache import StatusCache
-from fabric.lighthouse.http.tokens import Scope, Tokens, scope_of
+from fabric.lighthouse.http.job_status import StatusCache
+from fabric.lighthouse.http.tokens import Scope, Tokens, TokenTries, scope_of
 from fabric.lighthouse.jobs.job import Job
 from fabric.runtime.http.http_service import Handler, read_body
 from fabric.runtime.http.token_file import is_same

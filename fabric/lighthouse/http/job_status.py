@@ -2,24 +2,149 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from msgspec import to_builtins
 
 from fabric.lighthouse.diagnosis.absences import headline
 from fabric.lighthouse.diagnosis.server_states import silence
-from fabric.lighthouse.diagnosis.shard_readers import shard_readers
 from fabric.lighthouse.diagnosis.status_text import outside_because, waiting_for
 from fabric.lighthouse.history.recovery import Absence, recoverable
 from fabric.lighthouse.jobs.job import Job
-from fabric.model import Member, Record, StepTimes
+from fabric.model import Member, Record, Sharing, StepTimes, first_of
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.server_statuses import LastStatus
+from fabric.protocol.rules.assignment import readers_of
+from fabric.protocol.rules.spare import settle, stack_of
+
+# For data that only some replicas can read: which member reads and computes which shards, and which
+# shards have only one reader left.
+
+
+# The consequence when no member can read a shard, by ``Sharing.on_loss``.
+_LOSSES = {
+    "wait": "the job waits for a replica that can read it",
+    "shrink": "its part of each step is skipped",
+    "stop": "the job stops",
+}
+_NAMED = 4  # a sentence names this many shards and counts the other shards
+
+
+def shard_readers(record: Record | None) -> dict[str, Any] | None:
+    """Return SPARe's layout in this epoch as JSON values; None where every replica can read all data.
+
+    ``redundancy``: how many data slots read each shard. ``depth``: how many parts the busiest member
+    computes. ``last_reader``: shard number -> replica, for each shard that only one member reads. ``lost``:
+    the shards that no member can read. ``warning``: a sentence on the shards with one reader, empty where
+    there are none or the redundancy is 1.
+    """
+    if record is None or not record.sharing.readers:
+        return None
+    sharing, on_data_slot = record.sharing, {m.data_slot: m for m in record.roster}
+    readers = {
+        shard: [on_data_slot[slot].replica for slot in readers_of(shard, sharing) if slot in on_data_slot]
+        for shard in range(sharing.data_slots)
+    }
+    members = [_reader_view(member, sharing, on_data_slot) for member in record.roster]
+    last_reader = {str(shard): names[0] for shard, names in readers.items() if len(names) == 1}
+    return {
+        "redundancy": sharing.readers,
+        "shards": sharing.data_slots,
+        "on_loss": sharing.on_loss,
+        "depth": max((len(view["computes"]) for view in members), default=0),
+        "members": members,
+        "last_reader": last_reader,
+        "lost": [shard for shard, names in readers.items() if not names],
+        "warning": _warning(last_reader, sharing) if sharing.readers > 1 else "",
+    }
+
+
+def _reader_view(member: Member, sharing: Sharing, present: Iterable[int]) -> dict[str, Any]:
+    """Return the shards that ``member`` reads, and those it computes beside the ``present`` data slots."""
+    slot, owner = member.data_slot, list(range(sharing.data_slots))
+    if sharing.policy == "constant":
+        seated = frozenset(x for x in present if 0 <= x < sharing.data_slots)
+        owner = list(settle(sharing.data_slots, sharing.readers, seated).owner)
+    has_shard = 0 <= slot < sharing.data_slots
+    return {
+        "replica": member.replica,
+        "data_slot": slot,
+        "rack": member.rack,
+        "reads": sorted(stack_of(slot, sharing.data_slots, sharing.readers)) if has_shard else [],
+        "computes": [shard for shard, computed_on in enumerate(owner) if computed_on == slot],
+    }
+
+
+def _warning(last_reader: dict[str, str], sharing: Sharing) -> str:
+    if not last_reader:
+        return ""
+    named = first_of([f"{shard} ({replica})" for shard, replica in last_reader.items()], _NAMED)
+    shards = f"shard {named} has" if len(last_reader) == 1 else f"shards {named} have"
+    return (
+        f"{shards} one reader left: when it dies, {_LOSSES[sharing.on_loss]}; bring back a replica that "
+        "reads the same data"
+    )
+
+
+# The status of each job as JSON, computed once for all viewers.
+#
+# The status of a job grows with its members. Each of many viewers asks several times a second, and the
+# same thread answers heartbeats. So every viewer gets the same answer until the next one is due.
+
+
+# Seconds between two computations of a job's status, more in a job of many members.
+_LOOK_S = 0.25
+_ROWS_PER_S = 4000
+# The newest recoveries that the page shows: each may name a hundred replicas.
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CachedStatus:
+    """A job's view and its newest recoveries as JSON, and when they were computed."""
+
+    view: str
+    recoveries: str
+    at: float
+
+
+class StatusCache:
+    """The newest status of each job that has viewers."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._newest: WeakKeyDictionary[Job, CachedStatus] = WeakKeyDictionary()
+        self._under_way: dict[Job, asyncio.Task[CachedStatus]] = {}
+
+    def period_s(self, job: Job) -> float:
+        """Return the seconds for which a computed status of this job is used."""
+        return max(_LOOK_S, len(job.core.state.liveness.peers) / _ROWS_PER_S)
+
+    async def look(self, job: Job) -> CachedStatus:
+        """Return the job's status, computed at most ``period_s`` ago, and once for all viewers."""
+        cached = self._newest.get(job)
+        if cached is None or self._clock() - cached.at >= self.period_s(job):
+            task = self._under_way.get(job)
+            if task is None:
+                task = self._under_way[job] = asyncio.create_task(self._compute(job))
+                task.add_done_callback(lambda _: self._under_way.pop(job, None))
+            cached = await asyncio.shield(task)
+        return cached
+
+    async def _compute(self, job: Job) -> CachedStatus:
+        now, view = self._clock(), await job_text(job)
+        shown = job.history.recoveries.kept[-_SHOWN:]
+        recoveries = json.dumps([recovery.to_json() for recovery in shown])
+        cached = self._newest[job] = CachedStatus(view, recoveries, now)
+        return cached
+
 
 # The rows that one turn of the loop describes.
 _ROWS = 16

@@ -8,32 +8,35 @@ of this job alone: the shell makes a new core from the record.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import assert_never
 
-from fabric.errors import StoreUnavailable
+from fabric.errors import ProtocolError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
-from fabric.lighthouse.connections.connection import MemberConnection, WorkQueue, notice_of, text_frame
+from fabric.lighthouse.connections.connection import (
+    FrameCache,
+    MemberConnection,
+    SendPacer,
+    WorkQueue,
+    notice_of,
+    text_frame,
+)
 from fabric.lighthouse.diagnosis.absences import absences, counts
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
-from fabric.lighthouse.diagnosis.observed_addresses import PeerAddresses
-from fabric.lighthouse.diagnosis.server_states import CheckpointServers
+from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
+from fabric.lighthouse.diagnosis.server_states import CheckpointServers, HeardStatus
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
-from fabric.lighthouse.history.launches import LaunchReport
 from fabric.lighthouse.history.ledger import GoodputLedger
-from fabric.lighthouse.history.recovery import LEFT, Absence, Recoveries, recoverable
+from fabric.lighthouse.history.recovery import LEFT, Absence, LaunchReport, Recoveries, recoverable
 from fabric.lighthouse.history.slowdowns import Slowdowns
 from fabric.lighthouse.jobs.drills import Drills
-from fabric.lighthouse.jobs.job_connections import JobConnections
 from fabric.lighthouse.jobs.job_events import EventLog
 from fabric.lighthouse.jobs.job_history import JobHistory
-from fabric.lighthouse.jobs.job_store import StoredRecord
-from fabric.lighthouse.jobs.record_tasks import RecordTasks
-from fabric.lighthouse.jobs.retention import Retention
+from fabric.lighthouse.jobs.job_store import Deposed, StoredRecord
 from fabric.lighthouse.jobs.term_context import TermContext, entropy
 from fabric.lighthouse.telemetry.metrics import JobGauges, ReplicaTrouble
 from fabric.model import Policy, Record
@@ -43,6 +46,222 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.runtime.driver import Driver
 from fabric.runtime.logs import fields
+
+# The connections of one job: sessions of trainers, and connections of checkpoint servers.
+
+
+# The core gets an unchanged trainer status this often, and a changed status at once.
+STATUS_S = 0.2
+_ENDS_PER_TURN = 20  # connections closed per turn of the event loop; each takes some 150 microseconds
+
+
+class JobConnections:
+    """The open connections of one job; sends messages over them."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, MemberConnection] = {}  # replica -> the connection of its session
+        # Statuses are kept by connection, because a second process with this replica and rank, which the core
+        # refuses, has a checkpoint server, too.
+        self.servers: dict[MemberConnection, dict[tuple[str, int], HeardStatus]] = {}
+        self.pacer = SendPacer()
+        self._frames = FrameCache()
+        self._opening: MemberConnection | None = None
+
+    @property
+    def are_none(self) -> bool:
+        return not (self.sessions or self.servers)
+
+    # --- sessions --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opening(self, connection: MemberConnection) -> Iterator[None]:
+        """While this context is open, the connection also gets the core's messages for its process."""
+        self._opening = connection
+        try:
+            yield
+        finally:
+            self._opening = None
+
+    def opened(self, connection: MemberConnection) -> None:
+        """Note that the core has accepted this session, which replaces an older one of the replica."""
+        older = self.sessions.get(connection.replica)
+        self.sessions[connection.replica] = connection
+        if older is not None and older is not connection:
+            older.end(codes.REPLACED, "replaced by a newer session of the same replica")
+
+    def is_current(self, connection: MemberConnection) -> bool:
+        """Whether this is the newest session of its replica."""
+        return self.sessions.get(connection.replica) is connection
+
+    def refuse(self, connection: MemberConnection, reason: str) -> None:
+        """Say why, and close the connection."""
+        connection.send(self._frames.of(m.Rejected(reason), connection.accepts_compression))
+        connection.end(codes.REFUSED, reason)
+
+    def send(self, replica: str, incarnation: int, message: m.LeaderMessage) -> None:
+        """Send to exactly this process, if it has a session. A final refusal closes its connection."""
+        for connection in (self._opening, self.sessions.get(replica)):
+            if connection is not None and connection.is_of(replica, incarnation):
+                self.pacer.send(connection, self._frames.of(message, connection.accepts_compression))
+                if isinstance(message, m.Rejected) and not message.retry:
+                    connection.end(codes.REFUSED, message.reason)
+                return
+
+    # --- checkpoint servers ----------------------------------------------------------------------------
+
+    def is_new_server(self, connection: MemberConnection) -> bool:
+        """Whether this is the connection's first message; note that it has come."""
+        if connection in self.servers:
+            return False
+        self.servers[connection] = {}
+        return True
+
+    def is_news(self, connection: MemberConnection, status: m.TrainerStatus, now: float) -> bool:
+        """Whether the core should get this status. Growing ages of the same snapshots do not count."""
+        heard, key = self.servers[connection], (status.replica, status.rank)
+        last = heard.get(key)
+        if (
+            last is not None
+            and now - last.fed_at < STATUS_S
+            and replace(last.status, number=status.number, ages_s=status.ages_s) == status
+        ):
+            return False
+        heard[key] = HeardStatus(status, now)
+        return True
+
+    def server_closed(self, connection: MemberConnection) -> list[m.TrainerStatus]:
+        """Forget this connection; return the newest status of each rank that has no other connection."""
+        silent = []
+        for key, heard in self.servers.pop(connection, {}).items():
+            others = (statuses.get(key) for statuses in self.servers.values())
+            if not any(x is not None and x.status.ckpt == heard.status.ckpt for x in others):
+                silent.append(heard.status)
+        return silent
+
+    def notify_servers(self, text: str) -> None:
+        frame = text_frame(text)
+        for connection in self.servers:
+            connection.send(frame)
+
+    # --- the end ---------------------------------------------------------------------------------------
+
+    def close(self, code: int, reason: str) -> None:
+        """Close every connection, a few per turn of the loop: the lease must be given back meanwhile."""
+        connections = [*self.sessions.values(), *self.servers]
+        self.sessions.clear()
+        self.servers.clear()
+        ends = WorkQueue(_ENDS_PER_TURN)
+        for connection in connections:
+            ends.add(partial(connection.end, code, reason))
+
+
+# Writes and reads of a job's record: each is a task whose outcome returns to the core as an event.
+#
+# After a failed write the core reads the record again. The pause before a read grows with every failure,
+# so that a faulty store gets fewer requests.
+
+
+_RETRY_S = (0.05, 1.0)
+_MOST_FAILURES = 10
+
+
+class RecordTasks:
+    """Writes and reads the record of one job, and counts the writes that failed in a row.
+
+    ``asker`` names the driver of the core that ordered the write or read.
+    """
+
+    def __init__(self, shell: "Job", context: TermContext, stored: StoredRecord) -> None:
+        self._shell = shell
+        self._context = context
+        self._stored = stored
+        self._failures = 0
+
+    def write(self, record: Record, asker: object) -> None:
+        """Replace the record; ends in RecordWritten or WriteFailed."""
+        self._context.tasks.start(f"write {self._shell.name}", self._write(record, asker))
+
+    def read(self, asker: object) -> None:
+        """Read the record; ends in RecordRead."""
+        self._context.tasks.start(f"read {self._shell.name}", self._read(asker))
+
+    async def read_afresh(self) -> Record | None:
+        """Return the record for a new core, and forget past failures."""
+        self._failures = 0
+        return await self._read_stubbornly(None)
+
+    async def _write(self, record: Record, asker: object) -> None:
+        why = ""
+        failed = io.WriteFailed(record.nonce, definite=True)
+        if not self._context.term.holds():
+            return
+        try:
+            if not await self._stored.write(record):
+                why = "the store's guards refused it"
+        except StoreIndefinite as error:
+            why, failed = str(error), io.WriteFailed(record.nonce, definite=False)
+        except StoreError as error:
+            why = str(error)
+        if why:
+            self._failures += 1
+            self._shell.note("write failed", "", f"epoch {record.epoch}: {why}")
+        else:
+            self._failures = 0
+        self._shell.answer(asker, failed if why else io.RecordWritten(record.nonce))
+
+    async def _read(self, asker: object) -> None:
+        record = await self._read_stubbornly(asker)
+        self._shell.answer(asker, io.RecordRead(record))
+
+    async def _read_stubbornly(self, asker: object) -> Record | None:
+        """Return the record. Ask the store until it answers or the asker no longer waits."""
+        while self._shell.is_asked_by(asker) and not self._context.term.is_over:
+            if self._failures:
+                await asyncio.sleep(min(_RETRY_S[0] * 2 ** (self._failures - 1), _RETRY_S[1]))
+            try:
+                return await self._stored.read()
+            except (Deposed, ProtocolError) as error:
+                self._context.term.resign(f"job {self._shell.name}: {error}")
+            except StoreError as error:
+                self._failures = min(self._failures + 1, _MOST_FAILURES)
+                log.warning("job %s: its record cannot be read: %s", self._shell.name, error)
+        return None
+
+
+# Decides when a complete job may be forgotten, although clocks may be wrong.
+#
+# The record holds the time of day at which the job ended, by the clock of the leader's host. The present
+# leader may be on another host. Either clock may be wrong, and may be corrected at any time.
+
+
+# If a clock is wrong when its host starts, the retention assumes that it is corrected within a day.
+WITNESSED_S = 86400.0
+
+
+class Retention:
+    """The retention of one job in one term. The term began at ``unix_s`` (time of day) and ``now``
+    (monotonic)."""
+
+    def __init__(self, unix_s: float, now: float) -> None:
+        self._ahead_s = unix_s - now
+        self._over_at: float | None = None
+
+    def is_in_use(self) -> None:
+        """Note that the job is not complete, or has connections."""
+        self._over_at = None
+
+    def is_over(self, ended: float, seconds: float, unix_s: float, now: float) -> bool:
+        """Whether ``seconds`` have passed since ``ended`` (Unix seconds; 0: unknown).
+
+        Two clocks must agree: the time of day, and the time of day at the term's start plus the monotonic
+        time since. So a clock change has no effect. At least a day without connections (or ``seconds``,
+        if that is shorter) must lie in this term, because a clock may be wrong at its host's start."""
+        if self._over_at is None:
+            self._over_at = now
+        since = ended or self._over_at + self._ahead_s
+        age_s = min(unix_s, now + self._ahead_s) - since
+        return age_s >= seconds and now - self._over_at >= min(seconds, WITNESSED_S)
+
 
 log = logging.getLogger(__name__)
 

@@ -95,8 +95,41 @@ def test_evidence_counts_no_eviction_that_an_operator_wanted(state):
     state.epoch.pending_evictions = {"a": "evicted by ann", "b": "its process is gone"}
     state.epoch.not_counted_as_failure = {"a"}
     evidence.note_failures(state.record)
-    evidence.note_failures(state.record)
     assert [(x.replica, x.epoch) for x in evidence.failures] == [("b", 2)]
+
+
+def test_a_failure_counts_only_with_an_eviction_that_the_store_took():
+    lighthouse = started()
+    lighthouse.commits = False
+    lighthouse.status("b", "stopped")
+    lighthouse.wait(0.5)
+    lost = lighthouse.records[-1]
+    assert [x.replica for x in lost.failures] == ["b"]
+    lighthouse.do(io.WriteFailed(lost.nonce, definite=False))
+    lighthouse.status("b")
+    lighthouse.status("a", "gone")
+    lighthouse.commits = True
+    lighthouse.do(io.RecordRead(lighthouse.record))
+    lighthouse.wait(0.5)
+    assert lighthouse.record.names == ("b",), "b goes on, as no other member can take over"
+    assert [x.replica for x in lighthouse.record.failures] == ["a"]
+    assert [(x.host, x.times) for x in lighthouse.record.hosts] == [("a", 1)]
+    assert all(x.epoch < record.epoch for record in lighthouse.records for x in record.failures)
+
+
+def test_a_pardon_outlasts_a_write_that_the_store_lost(state):
+    evidence, record = FailureEvidence(state), state.record
+    state.epoch.pending_evictions = {"a": "its process is gone"}
+    evidence.note_failures(record)
+    failures, hosts = evidence.failures, evidence.hosts
+    state.record = record = replace(record, epoch=3, failures=failures, hosts=hosts)
+    evidence.note_failures(record)
+    evidence.take_back(record)
+    assert (evidence.failures, evidence.hosts) == (failures, hosts), "the failure in epoch 2 still counts"
+    evidence.note_failures(record)
+    evidence.forgive_past("a")
+    evidence.take_back(record)
+    assert (evidence.failures, evidence.hosts) == ((), ())
 
 
 def test_a_base_that_a_member_has_loaded_is_usable_again(state):

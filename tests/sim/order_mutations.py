@@ -54,6 +54,10 @@ def count_a_cut_link_against_a_replica(patch: Patch) -> None:
     patch.setattr(RingRebuilder, "_leave_out", left_out)
 
 
+def count_an_eviction_that_the_store_lost(patch: Patch) -> None:
+    patch.setattr(FailureEvidence, "take_back", lambda evidence, record: None)
+
+
 def count_no_death(patch: Patch) -> None:
     schedule = Evictions.schedule
 
@@ -112,6 +116,7 @@ ORDERS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (let_the_penalised_in, ()),
         (forget_the_evidence_of_the_last_leader, AFTER_AN_EVICTION),
         (count_a_cut_link_against_a_replica, CUT_LINKS),
+        (count_an_eviction_that_the_store_lost, AFTER_AN_EVICTION),
         (count_no_death, ()),
         (let_a_suspect_in_beside_a_full_job, ()),
         (one_failure_is_forgiven, ()),

@@ -103,6 +103,9 @@ class Penalties:
         """Judge the replicas that ``after`` admits, then count the evictions; return the violation, or
         empty.
         """
+        early = [x.replica for x in after.failures if x.epoch >= after.epoch]
+        if early:
+            return f"epoch {after.epoch} counts failures of members that it lists: {early}"
         at = self._asked.get(after.nonce, self._now())
         kept_out = {name for name in self._failures if self._is_kept_out(name, at)}
         self.met += bool(kept_out)

@@ -203,12 +203,15 @@ class LeaderCore:
         elif (event.record.nonce if event.record else "") != (record.nonce if record else ""):
             self.state.leading = False
             self.outbox.emit(io.StepDown("another lighthouse has written the job's record"))
+        elif record is not None:
+            self.evidence.take_back(record)
 
     def _adopt(self, record: Record) -> None:
         """Announce a record that the store has committed."""
         state, before = self.state, self.state.record
         self.writer.writing = None
-        if before is not None and self.writer.says_the_same(record, before):
+        after = (record.fence, record.complete, record.failed)
+        if before is not None and after == (before.fence, before.complete, before.failed):
             state.record = record  # no present member is affected by the change
             return
         is_new_generation = before is None or before.generation != record.generation

@@ -55,24 +55,28 @@ class FailureEvidence:
         self.hosts = host_history.by_this_clock(record.hosts, now)
 
     def note_failures(self, record: Record) -> None:
-        """Note the pending evictions as failures, once per epoch, also if its write is tried again."""
+        """Note the pending evictions as failures, until the store has lost their write (``take_back``)."""
         now = self.state.unix_now
-        noted = {(x.replica, x.epoch) for x in self.failures}
         new = [
             HostFailure(
                 name, host_of(member), record.epoch, round(now, 1), shortened(why, MAX_WHY_CHARACTERS)
             )
             for name, why in sorted(self.state.epoch.pending_evictions.items())
-            if name not in self.state.epoch.not_counted_as_failure
-            and (member := record.member(name)) is not None
-            if (name, record.epoch) not in noted
+            if name not in self.state.epoch.not_counted_as_failure and (member := record.member(name))
         ]
         self._add(*new)
         # Members on one host that fail in the same epoch count as one failure of that host.
-        already = {x.host for x in self.failures if x.epoch == record.epoch and x not in new}
-        failed = {x.host: x.why for x in new if x.host and x.host not in already}
+        failed = {x.host: x.why for x in new if x.host}
         if failed and self.state.config.failures:
             self.hosts = host_history.with_failures(self.hosts, failed, now, self.state.config.half_life_s)
+
+    def take_back(self, record: Record) -> None:
+        """Forget the failures of evictions that the store did not take: ``record`` lists the members."""
+        lost = {x.host for x in self.failures if x.epoch == record.epoch}
+        self.failures = tuple(x for x in self.failures if x.epoch != record.epoch)
+        before = {x.host: x for x in record.hosts}
+        hosts = (before.get(x.host) if x.host in lost else x for x in self.hosts)
+        self.hosts = tuple(x for x in hosts if x is not None)
 
     def note_launch(self, replica: str, host: str, why: str) -> None:
         """Note a process that ended before it had a session: a failure without an epoch."""

@@ -169,12 +169,6 @@ class RecordWriter:
         self.write(record)
         return True
 
-    @staticmethod
-    def says_the_same(record: Record, other: Record) -> bool:
-        """Whether both records mean the same to the members."""
-        after = (record.fence, record.complete, record.failed)
-        return after == (other.fence, other.complete, other.failed)
-
     def on_request_roster(self, peer: Peer, message: m.RequestRoster) -> None:
         if self.state.is_current(message.fence) and self.announcement is not None:
             self.outbox.send(peer.session.replica, self.announcement.whole)

@@ -54,8 +54,9 @@ from fabric.runtime.system_calls import die_with
 # A report that no lighthouse has taken by then is old, and is dropped.
 _TRIES_S = 30.0
 _PAUSE_S = 2.0
-# A launcher that gives up waits at most this long for its last report.
-_LAST_S = 5.0
+# A launcher that gives up waits at most this long for its last report. On a busy host, where Ctrl-C ends many
+# launchers at once, each starts a process that sends it.
+_LAST_S = 15.0
 _LONGEST = 300  # characters of a reason that the lighthouse takes
 
 

@@ -125,7 +125,7 @@ def give_the_patch_by_the_layout_of_the_epoch_before(patch):
     ],
 )
 def test_a_deliberate_bug_in_redundancy_is_noticed(mutate, readers):
-    find(mutate, lambda seed: SharingWorld(seed, Sharing(readers=readers)).run(), 40)
+    find(mutate, SharingWorld, range(40), sharing=Sharing(readers=readers))
 
 
 def test_the_only_reader_of_a_part_has_a_share_in_its_first_round():
@@ -134,9 +134,7 @@ def test_the_only_reader_of_a_part_has_a_share_in_its_first_round():
     def plan_every_admission(patch):
         patch.setattr(record_writer, "lost_parts", lambda *_: [])
 
-    find(
-        plan_every_admission, lambda seed: SharingWorld(seed, Sharing(readers=1, on_loss="shrink")).run(), 20
-    )
+    find(plan_every_admission, SharingWorld, range(20), sharing=Sharing(readers=1, on_loss="shrink"))
 
 
 def test_a_job_set_to_stop_at_lost_data_stops_or_leaves_no_micro_batch_out():
@@ -166,7 +164,7 @@ def choose_data_slots_without_the_racks(patch):
 
 
 def test_a_leader_that_ignores_racks_is_noticed():
-    find(choose_data_slots_without_the_racks, lambda seed: RackWorld(seed).run(), 10)
+    find(choose_data_slots_without_the_racks, RackWorld, range(10))
 
 
 @pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
@@ -186,4 +184,4 @@ def leave_out_a_reader_that_is_still_behind(patch):
 
 @pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
 def test_a_leader_that_leaves_out_a_reader_that_is_still_behind_is_noticed(on_loss):
-    find(leave_out_a_reader_that_is_still_behind, lambda seed: NewReaderWorld(seed, on_loss).run(), 20)
+    find(leave_out_a_reader_that_is_still_behind, NewReaderWorld, range(20), on_loss=on_loss)

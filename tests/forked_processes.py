@@ -2,13 +2,15 @@
 
 A lighthouse or a checkpoint server then costs a third, and a program that imports torch a tenth, of one that
 imports its modules again. The tests of ``fabric launch``, ``fabric local`` and the drill,
-``ckpt_server/test_server_process.py`` and ``cli/test_run.py`` also start these programs by ``exec``.
+``ckpt_server/test_server_process.py`` and ``cli/test_run.py`` also start these programs by ``exec``, and
+``ckpt_server/test_durable_jobs.py`` the writer of a durable checkpoint.
 
 A request comes over a Unix socket with the descriptors that the new process gets. The answers on the same
 connection are the process id, and at the end the status of ``waitpid``. The new process shows its own words
 in ``/proc/PID/cmdline``, as after ``exec``.
 """
 
+import asyncio
 import atexit
 import contextlib
 import ctypes
@@ -40,7 +42,9 @@ SERVERS = (
     "fabric.cli.demo.command",
 )
 TORCH = ("torch._dynamo", "fabric.client.attach", "fabric.cli.run")
+WRITER = ("fabric.ckpt_server.durable.dcp", "fabric.ckpt_server.durable.__main__")
 ADDRESS = "TEST_SERVER_ZYGOTE"  # the variable with the zygote's address, for the trainers of a job
+WRITERS = "TEST_WRITER_ZYGOTE"  # likewise, for the checkpoint servers of a job with durable checkpoints
 CHECKOUT = str(Path(__file__).resolve().parents[1])
 _LIMIT_S = 300.0
 _ROOM = "x" * 8192  # an argument whose place takes the words of a forked process
@@ -112,6 +116,39 @@ def fork_checkpoint_servers(zygote: str) -> None:
     launch.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
 
 
+def fork_durable_writers(zygote: str) -> None:
+    """From now on the zygote at this address starts the writers of this checkpoint server."""
+
+    async def start(_, *words: str, stdin, stdout, pass_fds, limit, cwd) -> SimpleNamespace:
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit)
+        given_in, own_in = os.pipe()
+        own_out, given_out = os.pipe()
+        given = {0: given_in, 1: given_out, 2: 2, **{x: x for x in pass_fds}}
+        process = ForkedProcess(zygote, words, given, dict(os.environ), str(cwd))
+        os.close(given_in), os.close(given_out)
+        await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(own_out, "rb", 0)
+        )
+        transport, protocol = await loop.connect_write_pipe(
+            asyncio.streams.FlowControlMixin, os.fdopen(own_in, "wb", 0)
+        )
+
+        async def wait() -> int:
+            code = await loop.run_in_executor(None, process.wait)
+            transport.close()
+            return code
+
+        def kill() -> None:
+            if process.returncode is None:
+                os.kill(process.pid, signal.SIGKILL)
+
+        own = asyncio.StreamWriter(transport, protocol, None, loop)
+        return SimpleNamespace(stdin=own, stdout=reader, wait=wait, kill=kill)
+
+    jobs = importlib.import_module("fabric.ckpt_server.server.durable_jobs")
+    jobs.asyncio = SimpleNamespace(**{**vars(asyncio), "create_subprocess_exec": start})
+
+
 def address(imports: Sequence[str] = SERVERS) -> str:
     """Return the address of this session's zygote with these modules. The zygote ends with this process."""
     return _address(imports)
@@ -181,6 +218,8 @@ def child(request: dict, descriptors: Sequence[int]) -> None:
         _show([sys.executable, *request["words"]])
         kind, what, *arguments = request["words"]
         sys.argv = [what if kind == "-m" else kind, *arguments]
+        if what == "fabric.ckpt_server" and WRITERS in os.environ:
+            fork_durable_writers(os.environ[WRITERS])
         code = _main_of(what)() or 0 if kind == "-m" else _run(what)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

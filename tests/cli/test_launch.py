@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from forked_processes import run_python
 
 DEADLINE_S = 120
 
@@ -104,9 +105,8 @@ class Play:
         return process
 
     def run(self, *options: str, **play: str) -> "subprocess.CompletedProcess[str]":
-        process = self.start(*options, **play)
-        out, err = process.communicate(timeout=DEADLINE_S)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        """Run a launcher in a forked process until it ends; ``start`` starts one by ``exec``."""
+        return run_python(*self.command(*options)[1:], environment=self.environment(**play))
 
     def lines(self, name: str) -> list[str]:
         path = self.folder / name
@@ -417,15 +417,7 @@ print(child.pid, flush=True)
 
 def refused(*words: str, **environment: str) -> str:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
-    command = [sys.executable, "-m", "fabric.cli.main", "launch", *words]
-    done = subprocess.run(
-        command,
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run_python("-m", "fabric.cli.main", "launch", *words, environment={**inherited, **environment})
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr
 

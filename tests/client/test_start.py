@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forked_processes import run_with_torch
+from long_runs import first_here
 
 from fabric.client.attach import attach
 from fabric.client.loop import shutdown, start
@@ -101,7 +102,7 @@ if multiprocessing.parent_process() is None:
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", first_here("client/test_start.py", ["spawn", "forkserver"]))
 def test_a_script_without_a_main_guard_is_told_of_it_by_its_worker(tmp_path, method):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)

@@ -35,7 +35,7 @@ def require_browser() -> tuple[str, str]:
 
 
 class Browser:
-    """One window. A browser whose profile and log lie in ``folder``."""
+    """One window of a browser whose profile and log lie in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         chromium, driver = require_browser()
@@ -82,6 +82,16 @@ class Browser:
 
     def _do(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> Any:
         return self._ask(method, f"/session/{self._session}/{path}", body)
+
+    def forget(self) -> None:
+        """Continue in a new window without what pages have stored, for the next test."""
+        self._devtools("Network.clearBrowserCookies", {})
+        if self.run("return location.protocol").startswith("http"):
+            self.run("localStorage.clear()")
+        new = self._do("window/new", {"type": "tab"})["handle"]
+        self._do("window", method="DELETE")
+        self._do("window", {"handle": new})
+        self.console()
 
     def open(self, url: str) -> None:
         self._do("url", {"url": url})

@@ -81,8 +81,9 @@ def run_past_a_copy(job: Job, save: Callable[[], None], restore: Callable[[], No
     assert [x for x in job.told("epoch") if "restored from an older copy" in x["why"]], job.logs()
 
 
-LONG = 200
-LONG_JOB = {**PATIENT, "TINY_STEPS": str(LONG)}
+# Few and slow steps: a lighthouse starts again while they go on.
+LONG = 100
+LONG_JOB = {**PATIENT, "TINY_STEPS": str(LONG), "TINY_STEP_S": "0.05"}
 
 
 @pytest.mark.parametrize(

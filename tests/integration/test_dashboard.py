@@ -20,16 +20,32 @@ ENVIRONMENT = {"TINY_STEPS": "20000", "TINY_STEP_S": "0.05"}
 
 @pytest.fixture
 def job(zygote, tmp_path):
+    """A job that the test changes."""
     require_browser()
     with Job(zygote, tmp_path / "job", environment=ENVIRONMENT) as job:
         job.start_all()
         yield job
 
 
-@pytest.fixture
-def browser(tmp_path):
-    with Browser(tmp_path / "browser") as browser:
+@pytest.fixture(scope="module")
+def quiet_job(zygote, tmp_path_factory):
+    """A job that no test changes."""
+    require_browser()
+    with Job(zygote, tmp_path_factory.mktemp("quiet") / "job", environment=ENVIRONMENT) as job:
+        job.start_all()
+        yield job
+
+
+@pytest.fixture(scope="module")
+def one_browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("browser")) as browser:
         yield browser
+
+
+@pytest.fixture
+def browser(one_browser):
+    one_browser.forget()
+    return one_browser
 
 
 def log_in(browser: Browser, job: Job) -> None:
@@ -105,9 +121,9 @@ def test_a_person_decides_by_keyboard(job, browser):
     assert "<b>its host</b> is hot" in browser.text("body"), "a person's words are text, not markup"
 
 
-def test_a_button_stays_under_the_pointer_while_the_page_is_redrawn(job, browser):
+def test_a_button_stays_under_the_pointer_while_the_page_is_redrawn(quiet_job, browser):
     """A person's click takes longer than a redraw of the page."""
-    log_in(browser, job)
+    log_in(browser, quiet_job)
     browser.press_down('[data-key="evict r1"]')
     before = step(browser)
     browser.wait_for(lambda: step(browser) > before + 2, "the page to be drawn anew")
@@ -161,8 +177,8 @@ return { first, second, stays, third, none: shown([], false) };
 """
 
 
-def test_hosts_that_failed_are_listed_with_the_most_suspect_first(job, browser):
-    log_in(browser, job)
+def test_hosts_that_failed_are_listed_with_the_most_suspect_first(quiet_job, browser):
+    log_in(browser, quiet_job)
     assert browser.run("return document.querySelector('#failed-hosts').hidden"), "none has failed"
     shown = browser.run(HOSTS)
     hidden, (suspect, other) = shown["first"]
@@ -173,7 +189,7 @@ def test_hosts_that_failed_are_listed_with_the_most_suspect_first(job, browser):
     assert [row[7] for row in shown["third"][1]] == [""], "a complete job takes no orders"
     assert shown["none"] == [True, []]
     assert not browser.console()
-    assert job.ask("/v1/jobs/test/hosts") == b"[]"
+    assert quiet_job.ask("/v1/jobs/test/hosts") == b"[]"
 
 
 # The page gets the status of the real job, with speeds of a job of two replicas of two ranks.
@@ -206,8 +222,8 @@ return { first, second, same, title, table, words, hidden, none: $("speeds-secti
 """
 
 
-def test_speeds_are_a_heat_map_with_a_text_that_says_the_same(job, browser):
-    log_in(browser, job)
+def test_speeds_are_a_heat_map_with_a_text_that_says_the_same(quiet_job, browser):
+    log_in(browser, quiet_job)
     shown = browser.run(SPEEDS)
     assert shown["first"] == [
         ["r0 rank 0", ["usual", "usual", "none"], "1.00"],
@@ -227,14 +243,14 @@ def test_speeds_are_a_heat_map_with_a_text_that_says_the_same(job, browser):
     assert not browser.console(), "no error in the console, none by the content security policy"
 
 
-def test_a_page_of_many_replicas_names_who_is_in_trouble_and_draws_the_first_and_the_last(job, browser):
-    log_in(browser, job)
+def test_a_page_of_many_replicas_names_who_is_in_trouble_and_draws_the_first_and_the_last(quiet_job, browser):
+    log_in(browser, quiet_job)
     shown = browser.run(MANY, 300, 500)
     words = "Committed steps: the furthest: 1500, the last: 1499"
     assert shown == [300, "Not as they should be: r5", 2, words, 3, ""]
     assert not browser.console(), "no error in the console"
     # The page no longer shows a replica that left long ago.
-    browser.open(f"{job.url}/?job=<b>none</b>")
+    browser.open(f"{quiet_job.url}/?job=<b>none</b>")
     browser.wait_for(lambda: "every member runs" in browser.text("#waiting"), "the job")
     assert browser.text("#notice") == "There is no job <b>none</b> here; this is test."
     old = "state.steps.set('gone', [[Date.now() / 1000 - 200, 0], [Date.now() / 1000 - 130, 0]])"
@@ -274,19 +290,19 @@ def test_a_person_sets_how_many_there_may_be_and_pauses_joins(job, browser):
     assert not browser.console()
 
 
-def test_a_wrong_token_is_reported_and_the_right_one_is_not_kept(job, browser):
-    browser.open(job.url)
+def test_a_wrong_token_is_reported_and_the_right_one_is_not_kept(quiet_job, browser):
+    browser.open(quiet_job.url)
     browser.wait_for(lambda: browser.run("return document.querySelector('#login').open"), "the question")
     browser.type("#token", "wrong")
     browser.press(ENTER)
     browser.wait_for(lambda: "does not match" in browser.text("#login-error"), "the refusal")
-    browser.type("#token", job.token.read_text().strip())
+    browser.type("#token", quiet_job.token.read_text().strip())
     browser.press(ENTER)
     browser.wait_for(lambda: "r2" in browser.text("#members"), "the job")
     assert browser.run("return document.cookie") == "", "a cookie goes to every port of the host"
     kept = browser.run("return [JSON.stringify(localStorage), Object.keys(sessionStorage).join()].join()")
     assert kept == "{},fabric-page"
-    assert job.token.read_text().strip() not in browser.run("return JSON.stringify(sessionStorage)")
+    assert quiet_job.token.read_text().strip() not in browser.run("return JSON.stringify(sessionStorage)")
 
 
 MADE_UP = ("", "1.x", "99999999999.00", "\u00e4", "99999999999..", ".")
@@ -326,12 +342,13 @@ def test_a_long_reason_breaks_no_word_of_the_other_cells(browser, tmp_path, widt
     assert browser.run(BROKEN_WORDS) == [[path], width]
 
 
-def test_a_made_up_login_opens_nothing(job):
+def test_a_made_up_login_opens_nothing(quiet_job):
     for path in ("/v1/jobs", "/v1/jobs/test", "/v1/jobs/test/live"):
         for login in MADE_UP:
             headers = {"Authorization": f"Page {login}".encode().decode("latin-1")}
             with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(urllib.request.Request(job.url + path, headers=headers), timeout=10)
+                asked = urllib.request.Request(quiet_job.url + path, headers=headers)
+                urllib.request.urlopen(asked, timeout=10)
             with refused.value as answer:
                 assert answer.status == 401
 

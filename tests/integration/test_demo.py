@@ -1,9 +1,9 @@
 """The demo as a person runs it: with a kill, undisturbed, and a control run whose loss must differ.
 
 A failure must not change the mathematics. The only thing that may differ between the run with a kill and
-the undisturbed one is the order in which float32 gradients are added (three members, then two, then
-three), so their mean losses agree at every step to within TOLERANCE. The control run drops one inherited
-micro-batch of twelve once, and must exceed it.
+the undisturbed one is the order in which float32 gradients are added (three members, then two, then three;
+or one alone). So their mean losses agree at every step to within TOLERANCE. The control run drops one
+inherited micro-batch of twelve once, and must exceed it.
 """
 
 import json
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_processes import run_python
 
 from fabric.audit.audit import gather
 from fabric.audit.journal import read_run
@@ -39,7 +40,8 @@ def compare_losses(*runs: Path) -> float:
 def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("demo")
     run_demo(folder / "killed")
-    run_demo(folder / "undisturbed", "--no-failure")
+    # One replica computes all twelve micro-batches. It starts a third of the processes.
+    run_demo(folder / "undisturbed", "--no-failure", "--replicas", "1")
     return {name: folder / name for name in ("killed", "undisturbed")}
 
 
@@ -79,11 +81,11 @@ def test_a_tampered_journal_is_found(runs, tmp_path, event):
     """Delete one line of the real run: ``fabric demo verify`` exits 1."""
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-r", str(runs["killed"]), str(copy)], check=True)
-    verify = [sys.executable, "-m", "fabric.cli.main", "demo", "verify", str(copy)]
-    assert subprocess.run(verify, capture_output=True).returncode == 0
+    verify = ("-m", "fabric.cli.main", "demo", "verify", str(copy))
+    assert run_python(*verify).returncode == 0
     journal = copy / "journal" / "r0.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
     index = next(i for i, line in enumerate(lines) if json.loads(line)["event"] == event and i > 20)
     journal.write_text("".join(lines[:index] + lines[index + 1 :]))
-    done = subprocess.run(verify, capture_output=True, text=True)
+    done = run_python(*verify)
     assert done.returncode == 1, done.stdout

@@ -94,6 +94,7 @@ def store_report(tmp_path_factory) -> dict:
     return drill(out, STORE_FAULTS, *options, expect=(*EXPECT, "steps_lost==0"))
 
 
+@pytest.mark.long("cli/test_verify.py")
 def test_a_loop_with_its_own_data_holds(tmp_path):
     """The judge asks for no order of samples where ``session.exchange`` has none."""
     trainer = TRAINER.parents[2] / "examples" / "exchange.py"

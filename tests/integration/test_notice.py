@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from job import EXAMPLES, HERE, Job
+from long_runs import first_here
 from rank_job import RankJob
 
 from fabric.ckpt_server.durable.reader import list_checkpoints
@@ -61,7 +62,8 @@ def await_ends(job, replicas):
     return [job.ended(r) for r in replicas]
 
 
-@pytest.mark.parametrize("everybody", [False, True], ids=["the trainers", "every process, twice"])
+# That a notice to the trainers alone saves the state is also seen where replicas have two ranks.
+@pytest.mark.parametrize("everybody", first_here("integration/test_notice.py", [True, False]))
 def test_after_sigterm_to_all_no_committed_step_is_lost(job, everybody):
     job.start_all()
     train_some(job)
@@ -77,7 +79,7 @@ def test_after_sigterm_to_all_no_committed_step_is_lost(job, everybody):
     assert [job.events(r, "join")[-1]["step"] for r in job.pids] == [newest.step] * 3
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all ranks", "rank 1 alone"])
+@pytest.mark.parametrize("ranks", first_here("integration/test_notice.py", [(1,), ((0, 1),)]))
 def test_replicas_of_two_ranks_save_their_state_whichever_rank_the_platform_signals(zygote, tmp_path, ranks):
     environment = {
         "FABRIC_DURABLE": str(tmp_path / "durable"),
@@ -143,22 +145,19 @@ def test_where_storage_is_away_at_the_notice_the_state_is_saved_once_it_is_back(
     assert [state.step for state in saved(job)] == [committed(job)], job.logs()
 
 
-def test_launchers_pass_the_notice_on_and_wait_for_the_saved_state(job):
-    job.pids = dict.fromkeys(("r0", "r1", "r2"), 0)
+def test_a_launcher_passes_the_notice_on_and_waits_for_the_saved_state(job):
+    """The job has one replica, so that this launcher's replica is the one that saves."""
+    job.replicas, job.pids = 1, {"r0": 0}
     command = [sys.executable, "-m", "fabric.cli.main", "launch", str(HERE / "tiny_trainer.py")]
-    launchers = []
-    for replica in job.pids:
-        environment = os.environ | job.trainer_environment(replica, PYTHONPATH=f"{HERE}:{EXAMPLES}")
-        with (job.folder / f"{replica}.log").open("wb") as log:
-            launchers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    environment = os.environ | job.trainer_environment("r0", PYTHONPATH=f"{HERE}:{EXAMPLES}")
+    with (job.folder / "r0.log").open("wb") as log:
+        launcher = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         train_some(job)
-        for launcher in launchers:
-            launcher.terminate()
-        assert [launcher.wait(60) for launcher in launchers] == [143, 143, 143], job.logs()
+        launcher.terminate()
+        assert launcher.wait(60) == 143, job.logs()
         assert saved(job)[-1].step == committed(job), job.logs()
     finally:
-        for launcher in launchers:
-            launcher.kill()
-            launcher.wait()
+        launcher.kill()
+        launcher.wait()
         job.pids = {}

@@ -536,11 +536,14 @@ ALERTS: dict[str, set[str]] = {
 }
 
 
+RULE_TESTS = sorted(Path(__file__).parent.glob("rules*_test.yml"))
+
+
 def test_each_alert_names_whom_it_is_about_and_its_sentence_is_tested():
     (group,) = yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text())["groups"]
     rules = {rule["alert"]: rule["annotations"]["summary"] for rule in group["rules"]}
     assert {name: set(re.findall(r"\$labels\.(\w+)", text)) for name, text in rules.items()} == ALERTS
-    tests = yaml.safe_load(Path(__file__).with_name("rules_test.yml").read_text())["tests"]
+    tests = [test for path in RULE_TESTS for test in yaml.safe_load(path.read_text())["tests"]]
     cases = [case for test in tests for case in test.get("alert_rule_test", ())]
     fired = {case["alertname"]: case["exp_alerts"] for case in cases if case["exp_alerts"]}
     assert set(fired) == set(ALERTS)
@@ -585,7 +588,7 @@ def test_the_dashboard_has_a_position_for_each_panel():
         ("check", "config", str(OPS / "prometheus" / "prometheus.yml")),
         ("check", "rules", str(OPS / "prometheus" / "rules.yml")),
         # The rules are tested on jobs that must alert, and on a complete job, which must not.
-        ("test", "rules", str(Path(__file__).with_name("rules_test.yml"))),
+        *(("test", "rules", str(path)) for path in RULE_TESTS),
     ],
     ids=" ".join,
 )

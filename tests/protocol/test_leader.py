@@ -48,9 +48,10 @@ class Lighthouse:
     def wait(self, seconds):
         """Let time pass as the driver does: a tick at every deadline."""
         until = self.now + seconds
-        effects = []
+        effects, ticks = [], 0
         while (due := self.core.next_deadline()) is not None and due <= until:
-            self.now = max(due, self.now)
+            self.now, ticks = max(due, self.now), ticks + 1
+            assert ticks <= 60 * seconds + 20, "the leader asks for ticks without an end"
             effects += self.do(*self.statuses.values(), io.LeaderTick())
         self.now = until
         self.effects = effects
@@ -247,6 +248,18 @@ def test_after_a_loss_no_silent_replica_takes_part_in_the_start():
         lighthouse.beat("b", 0)
         lighthouse.wait(1.0)
     assert (lighthouse.record.generation, lighthouse.record.names) == (2, ("b",))
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_leader_that_waits_for_a_cold_start_or_for_the_store_does_not_ask_for_a_thousand_ticks(commits):
+    lighthouse = started("a b c")
+    lighthouse.commits = commits
+    for name in "abc" if commits else "a":
+        lighthouse.lose(name)
+    lighthouse.open("d", incarnation=2)
+    lighthouse.status("d", incarnation=2)
+    lighthouse.wait(30.0)
+    assert lighthouse.record.epoch == 1 and lighthouse.core.state.epoch.pending_evictions
 
 
 def test_a_cold_start_takes_the_newest_state_that_a_server_still_holds():

@@ -155,8 +155,3 @@ class AdaptWorld(World):
         finally:
             assert self.checks.shares is not None
             self.clockwork.counts.update(self.checks.shares.met)
-
-
-def play(seed: int, aims: Aims = ()) -> None:
-    """Play one world; raise the violation that it finds."""
-    AdaptWorld(seed, aims).run()

@@ -84,6 +84,7 @@ class Process:
         self._pauses = 0
         self._offset = clockwork.between(0.0, 1000.0)
         self._rate = clockwork.between(1.0 - clockwork.skew, 1.0 + clockwork.skew)
+        self._ticks, self._began = 0, clockwork.now
 
     def clock(self) -> float:
         """This process's monotonic clock."""
@@ -105,6 +106,12 @@ class Process:
             self._backlog.append((is_timer, action))
         else:
             action()
+
+    def count_tick(self) -> None:
+        """Count a tick that the core has asked for. A core that asks without an end would spin."""
+        self._ticks += 1
+        lived_s = self.clockwork.now - self._began
+        assert self._ticks <= 60 * lived_s + 100, f"{self.name}: {self._ticks} ticks in {lived_s:.1f} s"
 
     def pause(self) -> None:
         if self.alive:

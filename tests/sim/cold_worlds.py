@@ -377,11 +377,6 @@ def cold_world(seed: int) -> World:
     return KINDS[seed % len(KINDS)](seed // len(KINDS))
 
 
-def play(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    cold_world(seed).run()
-
-
 # --- deliberate bugs -----------------------------------------------------------------------------------
 
 Patch = pytest.MonkeyPatch

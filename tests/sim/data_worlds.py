@@ -160,13 +160,3 @@ class RebatchedWorld(World):
             self.kill_trainer(name, 10**6 if name == first else 0.5)
         self.hosts[first].drained = True
         self.settings.micro_batches = self.checks.micro_batches = 12
-
-
-def play_curriculum(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    CurriculumWorld(seed).run()
-
-
-def play_rebatched(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    RebatchedWorld(seed).run()

@@ -147,16 +147,6 @@ class ColdDisputeWorld(DisputeWorld):
             self.clockwork.counts["dispute: began from an earlier state"] += 1
 
 
-def play(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    DisputeWorld(seed).run()
-
-
-def play_cold(seed: int) -> None:
-    """Play one world in which all members die; raise the violation that it finds."""
-    ColdDisputeWorld(seed).run()
-
-
 def believe_any_holder(patch: pytest.MonkeyPatch) -> None:
     """Bug: of two unequal states of one step the leader chooses one."""
     patch.setattr(BaseChoice, "_disputed", lambda *_: {})

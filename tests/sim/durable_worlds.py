@@ -166,11 +166,6 @@ class DurableWorld(World):
         super().exited(trainer, code, reason)
 
 
-def play(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    DurableWorld(seed).run()
-
-
-def play_alone(kind: str, number: int) -> None:
-    """Play the world of this number among the worlds of ``kind`` without other faults."""
-    play(2 * (number * len(KINDS) + KINDS.index(kind)))
+def seeds_of(kind: str) -> range:
+    """The seeds of the worlds of ``kind`` without other faults."""
+    return range(2 * KINDS.index(kind), 10**9, 2 * len(KINDS))

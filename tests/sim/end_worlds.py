@@ -208,8 +208,3 @@ class EndWorld(World):
             step == self.until, f"the job ended at step {step}, and not at {self.until} as all others' loops"
         )
         demand(not others, f"{sorted(others)} were told that their loops are wrong, and not {name}")
-
-
-def play(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    EndWorld(seed).run()

@@ -44,8 +44,3 @@ def late_world(seed: int) -> World:
     if seed % 5 == 0:
         world.settings.fetch_s = 3.0  # a fetch lasts longer than the other members wait
     return world
-
-
-def play(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    late_world(seed).run()

@@ -136,6 +136,7 @@ class Lighthouse(Process):
                 return
             self._armed = None
             if self.core is not None:
+                self.count_tick()
                 self.feed(io.LeaderTick())
 
         self.after(self.seconds_until(deadline) + 1e-6, fire)

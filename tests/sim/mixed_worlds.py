@@ -52,8 +52,3 @@ class MixedWorld(World):
             spare=random.choice(("", "", "r0", f"r{replicas - 1}")),
             busy_every=random.choice((0, 0, 5)),
         )
-
-
-def play(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    MixedWorld(seed).run()

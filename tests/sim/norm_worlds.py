@@ -122,11 +122,6 @@ class NormWorld(World):
         return [t.main.step for t in self.living() if t.host != STRANGER]
 
 
-def play(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    NormWorld(seed).run()
-
-
 # --- deliberate bugs -----------------------------------------------------------------------------------
 
 

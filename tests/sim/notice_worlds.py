@@ -183,6 +183,6 @@ class NoticeWorld(World):
             self.clockwork.counts["notice: began from the saved state"] += 1
 
 
-def play_kind(kind: str, number: int) -> None:
-    """Play the world of this number among the worlds of ``kind``."""
-    NoticeWorld(number * len(KINDS) + KINDS.index(kind)).run()
+def seeds_of(kind: str) -> range:
+    """The seeds of the worlds of ``kind``."""
+    return range(KINDS.index(kind), 10**9, len(KINDS))

@@ -7,44 +7,63 @@ kind of worlds. They are tried first. When the protocol has changed, other seeds
 takes longer, until ``pytest tests/sim --hunt`` plays all seeds and writes the file again.
 """
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from sim.checkers import Violation
-from sim.run import hunt
+from sim.run import KINDS
+from sim.world import World
 
 from fabric.errors import IllegalTransition
 
 NOTICED = (Violation, IllegalTransition)
+Kind = str | Callable[..., World]  # a kind of worlds by its name, or what builds one from a seed and options
 SEEDS: dict[str, int] = {}  # test -> the seed that noticed its bug
 ALWAYS = 5  # of each kind of worlds, so many are played in any case
 COVERS: dict[str, list[int]] = {}  # kind of worlds -> the seeds that meet all its rare events
 
 
-def find(mutate: Callable[[pytest.MonkeyPatch], None], play: Callable[[int], object], seeds: int) -> int:
-    """Return the first of ``seeds`` worlds that notices the bug; fail the test if none does."""
+def find(
+    mutate: Callable[[pytest.MonkeyPatch], None], kind: Kind, seeds: Sequence[int], **options: Any
+) -> int:
+    """Return the first of ``seeds`` whose world notices the bug; fail the test if none does."""
     name = mutate.__name__.replace("_", " ")
     test = os.environ["PYTEST_CURRENT_TEST"].rpartition("/")[2].rpartition(" ")[0]
     known = [SEEDS[test]] if test in SEEDS else []
+    options = {key: value for key, value in options.items() if value}
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
-        seed = _first(play, [*known, *range(seeds)], name)
-    if seed < 0:
-        pytest.fail(f"{seeds} worlds did not notice: {name}")
-    play(seed)
+        for seed in (*known, *seeds):
+            try:
+                _build(kind, seed, options).run()
+            except NOTICED as error:
+                print(f"{name}: seed {seed}: {type(error).__name__}: {error}")
+                break
+        else:
+            pytest.fail(f"{len(seeds)} worlds did not notice: {name}")
+    met_without_a_bug(kind, seed, **options)
     SEEDS[test] = seed
     return seed
 
 
-def _first(play: Callable[[int], object], seeds: Iterable[int], name: str) -> int:
-    for seed in seeds:
-        try:
-            play(seed)
-        except NOTICED as error:
-            print(f"{name}: seed {seed}: {type(error).__name__}: {error}")
-            return seed
-    return -1
+@functools.cache
+def met_without_a_bug(kind: Kind, seed: int, **options: Any) -> frozenset[str]:
+    """Play a world without a bug, once in a session; return the events that it meets. No world may fail."""
+    world = _build(kind, seed, options)
+    try:
+        world.run()
+    except Exception as error:
+        error.add_note(f"replay: python tests/sim/run.py --kind {kind} --seed {seed}")
+        raise
+    return frozenset(name for name, number in world.clockwork.counts.items() if number)
+
+
+def _build(kind: Kind, seed: int, options: dict[str, Any]) -> World:
+    build: Callable[..., World] = KINDS[kind] if isinstance(kind, str) else kind
+    return build(seed, **options)
 
 
 def meet(kind: str, required: Sequence[str], seeds: int) -> None:
@@ -54,9 +73,9 @@ def meet(kind: str, required: Sequence[str], seeds: int) -> None:
     them, it plays all ``seeds``.
     """
     known = COVERS.get(kind, [])
-    met = {seed: _met(kind, seed) for seed in (*known, *range(ALWAYS if known else 0))}
+    met = {seed: met_without_a_bug(kind, seed) for seed in (*known, *range(ALWAYS if known else 0))}
     if not known or _missing(required, met):
-        met |= {seed: _met(kind, seed) for seed in range(seeds) if seed not in met}
+        met |= {seed: met_without_a_bug(kind, seed) for seed in range(seeds) if seed not in met}
     missing = _missing(required, met)
     assert not missing, f"never happened in {len(met)} {kind} worlds: {missing}"
     left, COVERS[kind] = set(required), []
@@ -66,12 +85,6 @@ def meet(kind: str, required: Sequence[str], seeds: int) -> None:
         left -= met[best]
 
 
-def _met(kind: str, seed: int) -> set[str]:
-    counts, failures = hunt(seed, seed + 1, kind)
-    assert not failures, failures[0]
-    return {name for name, number in counts.items() if number}
-
-
-def _missing(required: Sequence[str], met: dict[int, set[str]]) -> list[str]:
+def _missing(required: Sequence[str], met: dict[int, frozenset[str]]) -> list[str]:
     there = set[str]().union(*met.values())
     return [name for name in required if name not in there]

@@ -193,8 +193,3 @@ class OrderWorld(World):
             met, suspects = self.checks.penalties.met, self.checks.penalties.suspects
             self.clockwork.counts["orders: written while somebody was penalised"] += met
             self.clockwork.counts["orders: a suspect was needed"] += suspects
-
-
-def play(seed: int, aims: Aims = ()) -> None:
-    """Play one world; raise the violation that it finds."""
-    OrderWorld(seed, aims).run()

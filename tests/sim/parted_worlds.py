@@ -76,8 +76,3 @@ class PartedWorld(World):
             raise Violation("the job went on with the state that had parted")
         if self.newcomer is self.halted:
             raise Violation(f"parted {'by a newcomer' if self.newcomer else 'later'}, halted: {self.halted}")
-
-
-def play(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    PartedWorld(seed).run()

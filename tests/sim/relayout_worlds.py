@@ -309,8 +309,3 @@ class RelayoutWorld(AdaptWorld, UnequalWorld):
         finally:
             assert isinstance(self.checks, RelayoutChecks)
             self.clockwork.counts.update(self.checks.layouts.met)
-
-
-def play(seed: int, aims: Aims = ()) -> None:
-    """Play one world; raise the violation that it finds."""
-    RelayoutWorld(seed, aims).run()

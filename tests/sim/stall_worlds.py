@@ -79,11 +79,6 @@ class StallWorld(World):
             demand(fair, f"{effect.about} is blamed ({effect.why}) while {self.culprit} is {self.kind}")
 
 
-def play(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    StallWorld(seed).run()
-
-
-def play_alone(kind: str, number: int) -> None:
-    """Play the world of this number among the worlds with ``kind`` as the only fault."""
-    play(2 * (number * len(KINDS) + KINDS.index(kind)))
+def seeds_of(kind: str) -> range:
+    """The seeds of the worlds with ``kind`` as the only fault."""
+    return range(2 * KINDS.index(kind), 10**9, 2 * len(KINDS))

@@ -157,11 +157,6 @@ def store_world(seed: int) -> World:
     return DeposedWorld(seed) if seed % 3 == 0 else WipedWorld(seed)
 
 
-def play(seed: int) -> None:
-    """Play one world; raise the violation that it finds."""
-    store_world(seed).run()
-
-
 # --- deliberate bugs -----------------------------------------------------------------------------------
 
 

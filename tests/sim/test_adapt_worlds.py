@@ -17,4 +17,4 @@ def test_shares_follow_speeds_under_faults_and_are_given_back_in_the_end():
 @pytest.mark.parametrize("name", sorted(SHARES))
 def test_the_simulator_notices_shares_that_are_wrong_or_stay(name):
     mutate, aims = SHARES[name]
-    noticing.find(mutate, lambda seed: adapt_worlds.play(seed, aims), MUTATION_SEEDS)
+    noticing.find(mutate, "adapt", range(MUTATION_SEEDS), aims=aims)

@@ -24,7 +24,7 @@ def test_a_twin_that_speaks_first_after_a_fail_over_takes_no_members_place():
 
 @pytest.mark.parametrize("name", sorted(cold_worlds.MUTATIONS))
 def test_the_simulator_notices_bugs_in_cold_starts(name):
-    noticing.find(cold_worlds.MUTATIONS[name], cold_worlds.play, MUTATION_SEEDS)
+    noticing.find(cold_worlds.MUTATIONS[name], "cold", range(MUTATION_SEEDS))
 
 
 @pytest.mark.parametrize("seed", BASE_SEEDS)

@@ -22,11 +22,11 @@ def test_no_job_begins_again_from_a_disputed_state():
 
 
 def test_the_simulator_notices_a_job_that_begins_from_a_disputed_state():
-    noticing.find(dispute_worlds.believe_any_holder, dispute_worlds.play_cold, SEEDS)
+    noticing.find(dispute_worlds.believe_any_holder, "cold-dispute", range(SEEDS))
 
 
 def test_the_simulator_notices_a_newcomer_with_a_disputed_state():
-    noticing.find(dispute_worlds.serve_the_most_common_snapshot, dispute_worlds.play, SEEDS)
+    noticing.find(dispute_worlds.serve_the_most_common_snapshot, "dispute", range(SEEDS))
 
 
 def test_a_replica_that_was_evicted_by_reports_loads_another_state():

@@ -15,4 +15,4 @@ def test_all_begin_again_from_the_newest_checkpoint_that_can_be_loaded():
 @pytest.mark.parametrize("name", sorted(DURABLE_BUGS))
 def test_the_simulator_notices_a_wrong_beginning(name):
     mutate, kind = DURABLE_BUGS[name]
-    noticing.find(mutate, lambda number: durable_worlds.play_alone(kind, number), MUTATION_SEEDS)
+    noticing.find(mutate, "durable", durable_worlds.seeds_of(kind)[:MUTATION_SEEDS])

@@ -20,4 +20,4 @@ def test_a_drained_member_that_finishes_says_nothing_in_the_epoch_without_it():
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_the_simulator_notices_a_bug_in_the_end(name):
-    noticing.find(MUTATIONS[name], end_worlds.play, SEEDS)
+    noticing.find(MUTATIONS[name], "end", range(SEEDS))

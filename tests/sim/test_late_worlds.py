@@ -14,4 +14,4 @@ def test_slow_newcomers_come_in_while_the_others_wait():
 
 @pytest.mark.parametrize("name", sorted(JOINS))
 def test_the_simulator_notices_a_wrong_fallback(name):
-    noticing.find(JOINS[name], late_worlds.play, MUTATION_SEEDS)
+    noticing.find(JOINS[name], "late", range(MUTATION_SEEDS))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 from sim import link_worlds, noticing
-from sim.link_worlds import CalmWorld, LinkWorld
 
 from fabric.protocol.leader import core as leader_core
 from fabric.protocol.leader.admission import Admission
@@ -69,9 +68,9 @@ CALM = (no_credit_after_an_election, a_leader_that_was_away_accuses)
 
 @pytest.mark.parametrize("mutate", LINKS, ids=lambda mutate: mutate.__name__)
 def test_these_worlds_notice_wrong_exclusions_and_admissions(mutate: Callable[[Patch], None]):
-    noticing.find(mutate, lambda seed: LinkWorld(seed).run(), MUTATION_SEEDS)
+    noticing.find(mutate, "links", range(MUTATION_SEEDS))
 
 
 @pytest.mark.parametrize("mutate", CALM, ids=lambda mutate: mutate.__name__)
 def test_calm_worlds_notice_an_eviction_without_a_cause(mutate: Callable[[Patch], None]):
-    noticing.find(mutate, lambda seed: CalmWorld(seed).run(), MUTATION_SEEDS)
+    noticing.find(mutate, "calm", range(MUTATION_SEEDS))

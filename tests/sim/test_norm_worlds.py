@@ -12,4 +12,4 @@ def test_no_member_ends_or_waits_for_the_settings_of_another_replica():
 
 @pytest.mark.parametrize("name", sorted(norm_worlds.MUTATIONS))
 def test_the_simulator_notices_a_wrong_norm(name):
-    noticing.find(norm_worlds.MUTATIONS[name], norm_worlds.play, SEEDS)
+    noticing.find(norm_worlds.MUTATIONS[name], "norm", range(SEEDS))

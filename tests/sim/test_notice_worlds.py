@@ -52,4 +52,4 @@ def give_up_when_the_saver_dies(patch):
     ],
 )
 def test_the_simulator_notices_a_wrong_answer_to_a_notice(mutate, kind):
-    noticing.find(mutate, lambda number: notice_worlds.play_kind(kind, number), MUTATION_SEEDS)
+    noticing.find(mutate, "notice", notice_worlds.seeds_of(kind)[:MUTATION_SEEDS])

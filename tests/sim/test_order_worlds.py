@@ -15,7 +15,7 @@ def test_orders_are_kept_under_faults_and_every_replica_is_wanted_again_in_the_e
 @pytest.mark.parametrize("name", sorted(ORDERS))
 def test_the_simulator_notices_admissions_too_early_or_never(name):
     mutate, aims = ORDERS[name]
-    noticing.find(mutate, lambda seed: order_worlds.play(seed, aims), MUTATION_SEEDS)
+    noticing.find(mutate, "order", range(MUTATION_SEEDS), aims=aims)
 
 
 def test_an_eviction_for_a_cut_link_is_no_failure():

@@ -43,4 +43,4 @@ def test_a_seed_replays_exactly():
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_the_simulator_notices_bugs_in_replicas_of_several_ranks(name):
-    noticing.find(MUTATIONS[name], sim.ranks.play, MUTATION_SEEDS)
+    noticing.find(MUTATIONS[name], "ranks", range(MUTATION_SEEDS))

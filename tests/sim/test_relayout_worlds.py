@@ -15,4 +15,4 @@ def test_every_order_of_a_layout_ends_under_faults():
 @pytest.mark.parametrize("name", sorted(RELAYOUTS))
 def test_the_simulator_notices_layouts_that_are_wrong_or_stay(name):
     mutate, aims = RELAYOUTS[name]
-    noticing.find(mutate, lambda seed: relayout_worlds.play(seed, aims), MUTATION_SEEDS)
+    noticing.find(mutate, "relayout", range(MUTATION_SEEDS), aims=aims)

@@ -13,6 +13,14 @@ from fabric.protocol.rules import assignment, decide
 from fabric.protocol.rules.assignment import cut, readers_of
 
 SHRINK = Sharing("shrink")
+PART = 3  # ``make test`` plays every third of the seeds of ``--hunt``
+
+
+@pytest.fixture
+def seeds_of(request):
+    """Return the seeds to play of so many."""
+    step = 1 if request.config.getoption("--hunt") else PART
+    return lambda number: range(0, number, step)
 
 
 def play(seed, sharing, **options):
@@ -24,29 +32,29 @@ def play(seed, sharing, **options):
     return world
 
 
-def test_under_shrink_without_faults_no_micro_batch_is_left_out():
-    for seed in range(15):
+def test_under_shrink_without_faults_no_micro_batch_is_left_out(seeds_of):
+    for seed in seeds_of(15):
         world = play(seed, SHRINK, faultless=True)
         late = {place for place in world.checks.skipped if place[0] > 0}
         assert not late or world.clockwork.counts["path: join"], seed
 
 
-def test_shrink_leaves_out_the_share_of_the_absent_alone():
-    left_out = sum(len(play(seed, SHRINK).checks.skipped) for seed in range(60))
-    assert left_out > 25, "nobody was ever absent"
+def test_shrink_leaves_out_the_share_of_the_absent_alone(seeds_of):
+    left_out = sum(len(play(seed, SHRINK).checks.skipped) for seed in seeds_of(60))
+    assert left_out > 25 // PART, "nobody was ever absent"
 
 
 @pytest.mark.parametrize("readers", [1, 2])
-def test_data_that_some_can_read_are_computed_while_one_of_them_is_there(readers):
+def test_data_that_some_can_read_are_computed_while_one_of_them_is_there(readers, seeds_of):
     sharing = Sharing(readers=readers, on_loss="shrink")
-    left_out = sum(len(play(seed, sharing).checks.skipped) for seed in range(40))
-    assert left_out > (15 if readers == 1 else 0)
+    left_out = sum(len(play(seed, sharing).checks.skipped) for seed in seeds_of(40))
+    assert left_out > (15 // PART if readers == 1 else 0)
 
 
 @pytest.mark.parametrize("policy", ["constant", "shrink"])
-def test_a_micro_batch_that_killed_two_is_skipped_and_never_given_to_a_third(policy):
+def test_a_micro_batch_that_killed_two_is_skipped_and_never_given_to_a_third(policy, seeds_of):
     killed = 0
-    for seed in range(30):
+    for seed in seeds_of(30):
         world = play(seed, Sharing(policy, on_poison="skip"), faultless=True, poisons=2)
         world.never_a_third()
         killed += len(world.victims)
@@ -54,16 +62,16 @@ def test_a_micro_batch_that_killed_two_is_skipped_and_never_given_to_a_third(pol
             # With policy ``shrink`` the job skips a dead member's part of this step. A cold start may also
             # have taken the job back before this step.
             assert len(who) == 2 or policy == "shrink" or place[0] >= world.until, (seed, place, who)
-    assert killed > 30
+    assert killed > 30 // PART
 
 
-def test_poison_among_other_faults_breaks_no_invariant():
-    for seed in range(50):
+def test_poison_among_other_faults_breaks_no_invariant(seeds_of):
+    for seed in seeds_of(50):
         play(seed, Sharing(on_poison="skip"), poisons=1)
 
 
-def test_poison_stops_the_job_which_names_it():
-    for seed in range(20):
+def test_poison_stops_the_job_which_names_it(seeds_of):
+    for seed in seeds_of(20):
         world = play(seed, Sharing(), faultless=True, poisons=1)
         world.never_a_third()
         ((place, _),) = world.victims.items()
@@ -75,13 +83,13 @@ def test_poison_stops_the_job_which_names_it():
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3])
-def test_a_job_waits_for_a_member_that_can_read_lost_data_and_leaves_nothing_out(readers):
+def test_a_job_waits_for_a_member_that_can_read_lost_data_and_leaves_nothing_out(readers, seeds_of):
     waited = 0
-    for seed in range(30):
+    for seed in seeds_of(30):
         world = play(seed, Sharing(readers=readers))
         assert not world.checks.skipped
         waited += world.clockwork.counts["path: waits for data"]
-    assert waited > (15 if readers == 1 else 0)
+    assert waited > (15 // PART if readers == 1 else 0)
 
 
 def go_on_without_a_part(patch):
@@ -125,7 +133,7 @@ def give_the_patch_by_the_layout_of_the_epoch_before(patch):
     ],
 )
 def test_a_deliberate_bug_in_redundancy_is_noticed(mutate, readers):
-    find(mutate, lambda seed: SharingWorld(seed, Sharing(readers=readers)).run(), 40)
+    find(mutate, SharingWorld, range(40), sharing=Sharing(readers=readers))
 
 
 def test_the_only_reader_of_a_part_has_a_share_in_its_first_round():
@@ -134,14 +142,12 @@ def test_the_only_reader_of_a_part_has_a_share_in_its_first_round():
     def plan_every_admission(patch):
         patch.setattr(record_writer, "lost_parts", lambda *_: [])
 
-    find(
-        plan_every_admission, lambda seed: SharingWorld(seed, Sharing(readers=1, on_loss="shrink")).run(), 20
-    )
+    find(plan_every_admission, SharingWorld, range(20), sharing=Sharing(readers=1, on_loss="shrink"))
 
 
-def test_a_job_set_to_stop_at_lost_data_stops_or_leaves_no_micro_batch_out():
+def test_a_job_set_to_stop_at_lost_data_stops_or_leaves_no_micro_batch_out(seeds_of):
     stopped = 0
-    for seed in range(20):
+    for seed in seeds_of(20):
         world = SharingWorld(seed, Sharing(readers=1, on_loss="stop"), faultless=True)
         world.clockwork.at(3.0, lambda world=world: world.kill_trainer("r0", 0.3))
         world.stops_at_a_loss = True
@@ -151,13 +157,13 @@ def test_a_job_set_to_stop_at_lost_data_stops_or_leaves_no_micro_batch_out():
     assert stopped
 
 
-def test_the_death_of_a_rack_loses_no_shard():
+def test_the_death_of_a_rack_loses_no_shard(seeds_of):
     died = 0
-    for seed in range(12):
+    for seed in seeds_of(12):
         world = RackWorld(seed)
         world.run()
         died += world.clockwork.counts["a rack died"]
-    assert died > 30
+    assert died > 30 // PART
 
 
 def choose_data_slots_without_the_racks(patch):
@@ -166,17 +172,17 @@ def choose_data_slots_without_the_racks(patch):
 
 
 def test_a_leader_that_ignores_racks_is_noticed():
-    find(choose_data_slots_without_the_racks, lambda seed: RackWorld(seed).run(), 10)
+    find(choose_data_slots_without_the_racks, RackWorld, range(10))
 
 
 @pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
-def test_a_newcomer_that_alone_can_read_a_part_computes_it(on_loss):
+def test_a_newcomer_that_alone_can_read_a_part_computes_it(on_loss, seeds_of):
     struck = 0
-    for seed in range(20):
+    for seed in seeds_of(20):
         world = NewReaderWorld(seed, on_loss)
         world.run()
         struck += world.struck
-    assert struck > 10
+    assert struck > 10 // PART
 
 
 def leave_out_a_reader_that_is_still_behind(patch):
@@ -186,4 +192,4 @@ def leave_out_a_reader_that_is_still_behind(patch):
 
 @pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
 def test_a_leader_that_leaves_out_a_reader_that_is_still_behind_is_noticed(on_loss):
-    find(leave_out_a_reader_that_is_still_behind, lambda seed: NewReaderWorld(seed, on_loss).run(), 20)
+    find(leave_out_a_reader_that_is_still_behind, NewReaderWorld, range(20), on_loss=on_loss)

@@ -17,4 +17,4 @@ def test_no_wait_is_endless_and_only_the_guilty_member_is_blamed():
 @pytest.mark.parametrize("name", sorted(STALLS))
 def test_the_simulator_notices_wrong_waits_and_wrong_blame(name):
     mutate, kind = STALLS[name]
-    noticing.find(mutate, lambda number: stall_worlds.play_alone(kind, number), MUTATION_SEEDS)
+    noticing.find(mutate, "stall", stall_worlds.seeds_of(kind)[:MUTATION_SEEDS])

@@ -13,4 +13,4 @@ def test_a_job_survives_the_loss_of_its_store():
 
 @pytest.mark.parametrize("name", sorted(store_worlds.MUTATIONS))
 def test_the_simulator_notices_bugs_after_the_loss_of_a_store(name):
-    noticing.find(store_worlds.MUTATIONS[name], store_worlds.play, MUTATION_SEEDS)
+    noticing.find(store_worlds.MUTATIONS[name], "store", range(MUTATION_SEEDS))

@@ -160,6 +160,7 @@ class Trainer(Process):
         def fire() -> None:
             if self._armed == deadline:
                 self._armed = None
+                self.count_tick()
                 self.feed(io.Tick())
 
         self.after(self.seconds_until(deadline) + 1e-6, fire)

@@ -45,6 +45,7 @@ __all__ = ["MANY", "LeaderConfig", "LeaderCore"]
 DEAF_S = 1.2
 # In a large job the leader collects frequent events for this many seconds, and then plans once.
 TOGETHER_S = 0.05
+SOON_S = 0.001  # the shortest time from one tick to the next
 # Routine events may wait for this many seconds.
 ROUTINE_S = 0.25
 _FREQUENT = (
@@ -156,11 +157,13 @@ class LeaderCore:
             return now + 0.5
         dues = [state.liveness.next_check(record.roster, now), now + DEAF_S / 2]
         if epoch.pending_evictions:
-            dues.append(epoch.evictions_since + state.config.coalesce_s)
+            # Their epoch, and from then on a look whether a cold start may begin.
+            dues += [epoch.evictions_since + state.config.coalesce_s, now + state.config.liveness.lost_s / 2]
         if epoch.aborted:
             dues.append(self.rebuilds.rebuild_due)
-        least_s = TOGETHER_S if state.is_large else 0.001
-        return max(min(d for d in dues if d is not None), now + least_s)
+        least_s = TOGETHER_S if state.is_large else SOON_S
+        # The plan has looked after an earlier time, and waits for something else.
+        return max(min(d for d in dues if d is not None and d > now - SOON_S), now + least_s)
 
     # --- the record ------------------------------------------------------------------------------------
 

@@ -442,6 +442,39 @@ def test_a_state_that_changes_while_it_is_digested_is_refused_by_name(
         snapshots.take_digest(1)
 
 
+class Rates(dict):
+    """The rates of a scheduler, which a callback sets at the begin of an epoch."""
+
+    def state_dict(self):
+        return dict(self)
+
+    load_state_dict = dict.update
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["digest unknown", "digest known"])
+@pytest.mark.parametrize("copied", [False, True], ids=["alone", "with a copy"])
+def test_a_number_that_a_callback_sets_after_the_boundary_changes_no_digest(
+    attach, keeper, model, copied, known
+):
+    rates = Rates(lr=0.8)
+    objects, copier = {"model": model, "scheduler": rates}, CpuCopier()
+    snapshots = Snapshots(attach(), StateDescriber(objects), copier, EverySteps(1), WHO, False, lambda: None)
+    try:
+        for step in range(6):  # the first readings are checked as a whole
+            expected = capture(objects, step).digest()
+            if copied:
+                snapshots.start(ref(step, expected if known else ""), keeper.submit, lambda event: None)
+            snapshots.begin_digest(step, copied)
+            snapshots.expose()
+            rates["lr"] /= 2
+            with torch.no_grad():
+                model.weight[0, 0] += 0.0  # weights that move for a moment, which are read again
+            assert snapshots.take_digest(step) == expected
+            snapshots.wait_copied()
+    finally:
+        copier.close()
+
+
 def test_a_digest_is_taken_where_the_copy_had_no_memory(taken, keeper, model):
     snapshots, handle = taken
     handle.close()

@@ -10,6 +10,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -147,34 +148,41 @@ class WriteWatch:
         """Return a view of the state as it is now."""
         return self._describer.capture(step)
 
-    def digest(self, step: int) -> str:
-        """Return the digest of the state as it is now."""
-        return self._read(self._describer.capture(step))
+    def digest(self, view: StateView) -> str:
+        """Return the digest of the tensors as they are now, with the numbers of ``view``.
 
-    def check(self, guard: MutationGuard, step: int, expected: str = "") -> str:
+        A callback may set a number, such as a scheduler's rate at the begin of an epoch, after the boundary
+        at which the replicas took theirs.
+        """
+        now = self._describer.capture(view.step)
+        if [(name, t.nbytes) for name, t in now.tensors] == [(name, t.nbytes) for name, t in view.tensors]:
+            now = replace(now, header=view.header, nbytes=view.nbytes)
+        return self._read(now)
+
+    def check(self, guard: MutationGuard, expected: str = "") -> str:
         """Return a tensor that user code has written to since, if any. Its values are the same as before.
 
         ``expected``: the digest of the state, if it was read before user code went on. Raises StateError
         where the state has other values than before.
         """
-        if reason := guard.changed(lambda: self._describer.capture(step)):
+        if reason := guard.changed(lambda: self._describer.capture(guard.view.step)):
             raise StateError(reason)
         name = guard.written()
-        if name and expected and self.digest(step) != expected:
+        if name and expected and self.digest(guard.view) != expected:
             raise StateError(f"{name} changed{MEANWHILE}")
         return name
 
-    def check_known(self, step: int, expected: str) -> None:
-        """Raise StateError unless the state still has this digest."""
-        if self.digest(step) != expected:
+    def check_known(self, view: StateView, expected: str) -> None:
+        """Raise StateError unless the tensors of ``view`` still have this digest."""
+        if self.digest(view) != expected:
             raise StateError(UNNAMED)
 
-    def read_again(self, step: int, digest: str) -> str:
-        """Return the digest of the state; of the first few readings all are read a second time."""
+    def read_again(self, view: StateView, digest: str) -> str:
+        """Return the digest of ``view``; of the first few readings all are read a second time."""
         if self._whole <= 0:
             return digest
         self._whole -= 1
-        again = self.digest(step)
+        again = self.digest(view)
         if again != digest:
             self.note("a tensor")
         return again

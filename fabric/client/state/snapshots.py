@@ -167,18 +167,18 @@ class Digests:
                 self._copier.fence()
                 taking.copied.wait()
             self._settle(taking)
-            self._last = step, self._watch.digest(step) if taking.torn else taking.digest
+            self._last = step, self._watch.digest(taking.guard.view) if taking.torn else taking.digest
         elif reading is not None:
             if digest:  # it was read before user code went on
-                self._watch.check(reading[1], step, digest)
+                self._watch.check(reading[1], digest)
                 return
             reading[0].help()
             digest = reading[0].digests().digest
-            if name := self._watch.check(reading[1], step):
+            if name := self._watch.check(reading[1]):
                 self._watch.note(name)
-                digest = self._watch.digest(step)
+                digest = self._watch.digest(reading[1].view)
             elif self.exposed:
-                digest = self._watch.read_again(step, digest)
+                digest = self._watch.read_again(reading[1].view, digest)
             self._last = step, digest
 
 
@@ -557,10 +557,10 @@ class Snapshots:
         copy, watch = taking.take_copy(), self._watch
         try:
             # A copy that was complete before user code went on has the digest of the state at its boundary.
-            name = watch.check(taking.guard, taking.state.step, "" if copy is not None else taking.digest)
+            name = watch.check(taking.guard, "" if copy is not None else taking.digest)
             if copy is not None:
                 if self._differs(taking):
-                    watch.check_known(taking.state.step, taking.state.digest)
+                    watch.check_known(copy.view, taking.state.digest)
                     name = name or "a tensor"
                 name = name or watch.torn(copy.memory, copy.view)
         except StateError as error:

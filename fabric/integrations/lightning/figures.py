@@ -224,7 +224,7 @@ class JobFigures:
         """Add the figures of the micro-batches computed so far to the step's metrics."""
         noted, self._noted = self._noted, []
         for name, value, weight in noted:
-            if name.split("|", 3)[2] == "mean":
+            if name.split("|", 3)[2] == "mean":  # the reduction, as ``_name`` has written it
                 session.metrics(**{name: float(value) * weight, name + _COUNT: weight})
             else:
                 session.metrics(**{name: float(value)})

@@ -198,7 +198,7 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
             within = place[1] * self.args.gradient_accumulation_steps
             named |= {"steps_trained_in_current_epoch": within, "epochs_trained": place[0]}
             named |= {"resume_from_checkpoint": "the job" if within else None}
-            # Return a DataLoader of this length, which the Trainer's loop skips in and never reads.
+            # The Trainer's loop skips in a DataLoader of this length, and never reads it.
             numbers: Any = range(named["steps_in_epoch"])
             named["train_dataloader"] = torch.utils.data.DataLoader(numbers)
             ignored, self.args.ignore_data_skip = self.args.ignore_data_skip, False

@@ -202,7 +202,7 @@ class JobFigures:
         if self.idle and meta.fx in OF_MICRO_BATCH:
             return False
         if self.samples is None or meta.fx not in OF_MICRO_BATCH:
-            # Raise ConfigError for a replica's own figure that steers something.
+            # A replica's own figure must steer nothing.
             steered = self.monitors.get(meta.name) or self.monitors.get(meta.forked_name(on_step=False))
             if steered and item.is_tensor:
                 raise _of_one_replica(steered, meta.name, meta.fx)
@@ -224,7 +224,7 @@ class JobFigures:
         """Add the figures of the micro-batches computed so far to the step's metrics."""
         noted, self._noted = self._noted, []
         for name, value, weight in noted:
-            if name.split("|", 3)[2] == "mean":
+            if name.split("|", 3)[2] == "mean":  # the reduction, as ``_name`` has written it
                 session.metrics(**{name: float(value) * weight, name + _COUNT: weight})
             else:
                 session.metrics(**{name: float(value)})

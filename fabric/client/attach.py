@@ -215,13 +215,12 @@ def _attach(
         journal=journal,
         failpoints=_failpoints(chosen, process),
     )
-    kept = {x: objects[x] for x in state}
+    model_watch = ModelWatch(model, parameters, watch, outside, {x: objects[x] for x in state})
     # In outer steps the inner optimizer moves the local model, which is not what the replicas share.
-    alone = ignored or choices.fragments is not None
-    averages = AverageWatch(trained, objects.values(), alone)
-    held = [*kept.values(), *(choices.local_state or {}).values()]
-    others = None if alone else OptimizerWatch(trained, optimizers.values(), held)
-    model_watch = ModelWatch(model, parameters, watch, averages, outside, kept, others)
+    if not ignored and choices.fragments is None:
+        model_watch.averages = AverageWatch(trained, objects.values())
+        held = [objects[x] for x in state] + list((choices.local_state or {}).values())
+        model_watch.others = OptimizerWatch(trained, optimizers.values(), held)
     parts = trainer.make_parts()
     return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
 

@@ -11,10 +11,8 @@ from torch.optim.swa_utils import AveragedModel
 from fabric.client.attach import Choices
 from fabric.client.loop.model_watch import LOOK_EVERY, ModelWatch, accept_optimizers
 from fabric.client.loop.shared_state import SharedDict, with_state
-from fabric.client.loop.unshared_objects import AverageWatch, UnsharedWatch
+from fabric.client.loop.unshared_objects import UnsharedWatch
 from fabric.errors import ConfigError
-
-NO_AVERAGES = AverageWatch([], [])
 
 
 def optimizer():
@@ -130,10 +128,10 @@ def test_a_parameter_outside_the_model_is_refused_unless_the_state_has_it():
 def test_a_parameter_outside_the_model_gets_no_gradient_from_backward():
     model, master = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(1))
     named = list(model.named_parameters())
-    watch = ModelWatch(model, named, UnsharedWatch([], {}), NO_AVERAGES, [master])
+    watch = ModelWatch(model, named, UnsharedWatch([], {}), [master])
     master.grad = torch.zeros(1)  # as zero_grad(set_to_none=False) leaves it
     watch.check(0)
-    watch = ModelWatch(model, named, UnsharedWatch([], {}), NO_AVERAGES, [master])
+    watch = ModelWatch(model, named, UnsharedWatch([], {}), [master])
     master.sum().backward()
     with pytest.raises(ConfigError, match=r"backward gave a gradient to a parameter of shape \[1\]"):
         watch.check(0)
@@ -163,7 +161,7 @@ def test_micro_batches_change_no_object_of_the_state_for_good():
     }
     named = list(model.named_parameters())
     for name, change in changes.items():
-        watch = ModelWatch(model, named, UnsharedWatch([], {}), NO_AVERAGES, shared={"model": model, **state})
+        watch = ModelWatch(model, named, UnsharedWatch([], {}), shared={"model": model, **state})
         change()
         watch.begin_step()
         counter.count += 1
@@ -194,7 +192,7 @@ def test_a_dict_of_the_state_keeps_its_tensors_and_takes_new_values():
 def test_objects_made_after_attach_are_noticed_before_the_first_contribution():
     model = torch.nn.Linear(2, 2)
     steered = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = ModelWatch(model, list(model.named_parameters()), UnsharedWatch([steered], {}), NO_AVERAGES)
+    watch = ModelWatch(model, list(model.named_parameters()), UnsharedWatch([steered], {}))
     watch.begin()
     scheduler = lr_scheduler.StepLR(steered, 3)
     for look in (watch.begin, lambda: watch.check(1), lambda: watch.check(LOOK_EVERY)):

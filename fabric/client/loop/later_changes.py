@@ -36,6 +36,7 @@ SAME_PARAMETERS = (
     "let it require gradients all the time, and give it to the optimizer later or set the learning rate of "
     "its group to 0"
 )
+_LIBRARIES = ("fabric", "transformers", "trl", "lightning", "pytorch_lightning")  # that have a Trainer
 _DEPTH = 3  # functions that call one another
 # Methods of Lightning and transformers that run in a training, and attributes that count there.
 _HOOKS = ("on_train", "on_epoch", "on_step", "training_step", "compute_loss", "optimizer_step")
@@ -110,8 +111,12 @@ def refuse_later_changes(frame: FrameType | None, model: torch.nn.Module, watch:
                         f"{source.place(statement)} makes a new {type(value).__name__} in each pass of a "
                         f"loop, and a job is one training: {ONE_TRAINING}"
                     )
-        loop = sources[0]
-        states.refuse(loop, _changing(loop.node))
+        loop = sources[0].node
+        inner = [x for x in ast.walk(loop) if isinstance(x, ast.For | ast.AsyncFor)]
+        carried = dict[str, int]()
+        carry([loop], set(), carried)  # type: ignore[list-item]
+        counts = {name for x in inner for name in stores([x.target])} | set(carried)
+        states.refuse(sources[0], made_from(loop, counts))
 
 
 @search(None)
@@ -160,7 +165,7 @@ def makes(maker: Any, kind: type, depth: int = 0) -> bool:
 def _trains(value: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
     """Whether an object is a framework's Trainer, or one of the user's that has made its optimizer itself."""
     kind: Any = type(value)
-    if any(x.__name__ == "Trainer" and hasattr(x, "__module__") and not _is_users(x) for x in kind.__mro__):
+    if any(x.__name__ == "Trainer" and x.__module__.partition(".")[0] in _LIBRARIES for x in kind.__mro__):
         return True
     own = {id(x) for x in attributes_of(value).values()}
     return any(
@@ -170,13 +175,6 @@ def _trains(value: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
         for call in ast.walk(x.node)
         if isinstance(call, ast.Call)
     )
-
-
-def _is_users(kind: type) -> bool:
-    try:
-        return is_of_user(inspect.getfile(kind))
-    except (TypeError, OSError):
-        return True
 
 
 def _runs_once(loop: ast.For | ast.AsyncFor | ast.While, values: Mapping[str, Any]) -> bool:
@@ -267,14 +265,6 @@ def _entered(
             late = {name for name, y in given.items() if names_read(y) & changing}
             node = ast.If(ast.Name(_LATE, ast.Load()), x.node.body, []) if is_late else x.node
             yield RunningSource(node, values, source.file), late | {_LATE}
-
-
-def _changing(loop: ast.AST) -> set[str]:
-    """Return the names that have another value in a later pass of a loop."""
-    loops = [x for x in ast.walk(loop) if isinstance(x, ast.For | ast.AsyncFor)]
-    carried = dict[str, int]()
-    carry([loop], set(), carried)  # type: ignore[list-item]
-    return made_from(loop, {name for x in loops for name in stores([x.target])} | set(carried))
 
 
 def _sets_state(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:

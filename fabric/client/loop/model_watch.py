@@ -71,13 +71,12 @@ class ModelWatch:
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         unshared: UnsharedWatch,
-        averages: AverageWatch,
         outside: Sequence[torch.Tensor] = (),
         shared: Mapping[str, object] | None = None,
-        others: OptimizerWatch | None = None,
     ) -> None:
-        self.averages = averages
-        self.others = others
+        # None where the user has said that what is not shared is meant to be so.
+        self.averages: AverageWatch | None = None
+        self.others: OptimizerWatch | None = None
         self.compared_steps = _COMPARED_STEPS  # in so many steps ``begin_step`` looks; 0 for adapters
         self._model = model
         self._unshared = unshared
@@ -96,7 +95,9 @@ class ModelWatch:
 
     def say_in(self, words: Mapping[str, str]) -> None:
         """Use these words in sentences, in place of those for a loop of one's own."""
-        self.averages.advice, self.compared_steps = words.get(ADVICE, ADVICE), 0
+        self.compared_steps = 0
+        if self.averages is not None:
+            self.averages.advice = words.get(ADVICE, ADVICE)
         if self.others is not None:
             self.others.advice = words.get(MORE_OPTIMIZERS, MORE_OPTIMIZERS)
 
@@ -139,7 +140,8 @@ class ModelWatch:
         if step % LOOK_EVERY == 0:
             self._look()
             self._unshared.check_when_changed()
-        self.averages.look(step)
+        if self.averages is not None:
+            self.averages.look(step)
 
     def _check_outside(self) -> None:
         """Refuse a gradient from backward: only gradients of the model's parameters are averaged."""

@@ -167,19 +167,16 @@ def _refusal(what: str, differs: str, entry: str) -> ConfigError:
 class AverageWatch:
     """Looks at its steps; raises ConfigError for an average of ``parameters`` that is not in ``shared``.
 
-    ``shared``: the objects of the shared state. ``advice`` ends the sentence. ``ignored``: do not look, as in
-    outer steps, where the local model is near the global parameters and averages nothing.
+    ``shared``: the objects of the shared state. ``advice`` ends the sentence.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], shared: Iterable[Any], ignored: bool = False
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], shared: Iterable[Any]) -> None:
         self.advice = ADVICE
         self._parameters = parameters
         self._shared = shared
         self._step, self._steps = -1, 0  # the newest step, and the number of steps of this process
         self._known: set[_Sample] = set()  # samples of the parameters, and of copies, at earlier looks
-        self._ignored = ignored or sum(x.numel() for x in parameters) < _FEWEST
+        self._ignored = sum(x.numel() for x in parameters) < _FEWEST
 
     def look(self, step: int) -> None:
         """Look, where ``step`` is the first or second of a pair of looks. Call it before each update."""

@@ -152,14 +152,13 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     record = job["record"] or {}
     title = f"job {job['job']}: generation {job['generation']}, epoch {job['epoch']}, step {job['step']}"
     title += f", loss {job['loss']}" if job.get("loss") else ""
-    because = record.get("reason", "")
-    because = f" ({because})" if because and because not in job.get("headline", "") else ""
+    first = job.get("headline", "")
+    because = f" ({record['reason']})" if record.get("reason", first) not in first else ""
     rows = [(member, _role(member)) for member in job["members"]]
     rows += [(joiner, "spare" if joiner.get("spare") else "outside") for joiner in job["joiners"]]
     shown = {entry["replica"] for entry, _ in rows}
     absent = job.get("absent", ())  # a lighthouse of an older release has none
     rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
-    first = job.get("headline", "")
     told = {entry["verdict"] for entry, _ in rows if len(entry["verdict"]) > _LONGEST_VERDICT}
     told = {verdict for verdict in told if verdict.partition(", since ")[0] in first}
     rows = [({**x, "verdict": "see above"} if x["verdict"] in told else x, role) for x, role in rows]

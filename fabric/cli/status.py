@@ -155,8 +155,8 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     record = job["record"] or {}
     title = f"job {job['job']}: generation {job['generation']}, epoch {job['epoch']}, step {job['step']}"
     title += f", loss {job['loss']}" if job.get("loss") else ""
-    because = record.get("reason", "")
-    because = f" ({because})" if because and because not in job.get("headline", "") else ""
+    first = job.get("headline", "")
+    because = f" ({record['reason']})" if record.get("reason", first) not in first else ""
     rows = [(member, _role(member)) for member in job["members"]]
     rows += [(joiner, "spare" if joiner.get("spare") else "outside") for joiner in job["joiners"]]
     shown = {entry["replica"] for entry, _ in rows}

@@ -598,7 +598,7 @@ def test_promtool_accepts_the_alert_rules(arguments):
         ["promtool", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert checked.returncode == 0, checked.stderr + checked.stdout

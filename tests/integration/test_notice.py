@@ -145,19 +145,22 @@ def test_where_storage_is_away_at_the_notice_the_state_is_saved_once_it_is_back(
     assert [state.step for state in saved(job)] == [committed(job)], job.logs()
 
 
-def test_a_launcher_passes_the_notice_on_and_waits_for_the_saved_state(job):
-    """The job has one replica, so that this launcher's replica is the one that saves."""
-    job.replicas, job.pids = 1, {"r0": 0}
+def test_launchers_pass_the_notice_on_and_wait_for_the_saved_state(job):
+    job.pids = dict.fromkeys(("r0", "r1", "r2"), 0)
     command = [sys.executable, "-m", "fabric.cli.main", "launch", str(HERE / "tiny_trainer.py")]
-    environment = os.environ | job.trainer_environment("r0", PYTHONPATH=f"{HERE}:{EXAMPLES}")
-    with (job.folder / "r0.log").open("wb") as log:
-        launcher = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    launchers = []
+    for replica in job.pids:
+        environment = os.environ | job.trainer_environment(replica, PYTHONPATH=f"{HERE}:{EXAMPLES}")
+        with (job.folder / f"{replica}.log").open("wb") as log:
+            launchers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         train_some(job)
-        launcher.terminate()
-        assert launcher.wait(60) == 143, job.logs()
+        for launcher in launchers:
+            launcher.terminate()
+        assert [launcher.wait(60) for launcher in launchers] == [143, 143, 143], job.logs()
         assert saved(job)[-1].step == committed(job), job.logs()
     finally:
-        launcher.kill()
-        launcher.wait()
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
         job.pids = {}

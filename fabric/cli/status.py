@@ -162,7 +162,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     shown = {entry["replica"] for entry, _ in rows}
     absent = job.get("absent", ())  # a lighthouse of an older release has none
     rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
-    rows = _shortened(rows, job.get("headline", ""))
+    rows = _shortened(rows, first)
     wide = width >= _WIDE
     speeds = _speeds(job)
     columns = ["replica", "role", "host", "phase", "step", *(["s/step", "speed", "share"] if speeds else [])]
@@ -210,8 +210,8 @@ def _head(job: dict[str, Any]) -> list[Text]:
 def _shortened(rows: list[tuple[dict[str, Any], str]], headline: str) -> list[tuple[dict[str, Any], str]]:
     """Return the rows without long verdicts that the first line says already."""
     long = {entry["verdict"] for entry, _ in rows if len(entry["verdict"]) > _LONGEST_VERDICT}
-    said = {verdict for verdict in long if verdict.partition(", since ")[0] in headline}
-    return [({**x, "verdict": "see above"} if x["verdict"] in said else x, role) for x, role in rows]
+    repeated = {verdict for verdict in long if verdict.partition(", since ")[0] in headline}
+    return [({**x, "verdict": "see above"} if x["verdict"] in repeated else x, role) for x, role in rows]
 
 
 def _table(columns: list[str], rows: list[list[Text]], width: int) -> Table:

@@ -32,12 +32,11 @@ from fabric.client.gradients.gradient_backend import (
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
-from fabric.client.loop.optimizer_watch import OptimizerWatch
 from fabric.client.loop.session import Session
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.shutdown import refuse_second_training
 from fabric.client.loop.solo import SoloSession
-from fabric.client.loop.unshared_objects import UNSHARED, AverageWatch, UnsharedWatch
+from fabric.client.loop.unshared_objects import UNSHARED, UnsharedWatch
 from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.drill_endpoint import DrillEndpoint
 from fabric.client.process.excepthook import install_excepthook
@@ -92,6 +91,14 @@ class Choices:
             raise ConfigError(
                 f"step is {self.step}: give the number of optimizer steps that are done already"
             )
+
+    @property
+    def refuses_others(self) -> bool:
+        """Whether averages and optimizers are refused that the job does not share.
+
+        In outer steps the inner optimizer moves the local model, which is not what the replicas share.
+        """
+        return self.unshared == "refuse" and self.fragments is None
 
 
 def attach(
@@ -182,9 +189,9 @@ def _attach(
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
-    trained, ignored = [p for _, p in parameters], choices.unshared == "ignore"
-    watch = UnsharedWatch(optimizers.values(), state, ignored)
-    watch.check()
+    trained = [p for _, p in parameters]
+    unshared = UnsharedWatch(optimizers.values(), state, choices.unshared == "ignore")
+    unshared.check()
     if chosen.disable:
         replicas = parse_replicas(chosen.replicas)[1]
         return SoloSession(trained, objects, chosen.on_nan, replicas, group, choices.step, layout)
@@ -215,14 +222,11 @@ def _attach(
         journal=journal,
         failpoints=_failpoints(chosen, process),
     )
-    model_watch = ModelWatch(model, parameters, watch, outside, {x: objects[x] for x in state})
-    # In outer steps the inner optimizer moves the local model, which is not what the replicas share.
-    if not ignored and choices.fragments is None:
-        model_watch.averages = AverageWatch(trained, objects.values())
-        held = [objects[x] for x in state] + list((choices.local_state or {}).values())
-        model_watch.others = OptimizerWatch(trained, optimizers.values(), held)
+    watch = ModelWatch(model, parameters, unshared, outside, {x: objects[x] for x in state})
+    if choices.refuses_others:
+        watch.watch_others(objects.values(), optimizers.values(), [state, choices.local_state])
     parts = trainer.make_parts()
-    return Session(chosen, process, trainer.describer, trainer.gradients, parts, model_watch, choices.step)
+    return Session(chosen, process, trainer.describer, trainer.gradients, parts, watch, choices.step)
 
 
 def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:

@@ -93,6 +93,14 @@ class ModelWatch:
         if self.others is not None:
             self.others.begin()
 
+    def watch_others(
+        self, shared: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer], held: Iterable[Any]
+    ) -> None:
+        """Look for averages of the model outside ``shared``, and for optimizers that nothing here holds."""
+        trained = [parameter for _, parameter, _, _ in self._attached]
+        self.averages = AverageWatch(trained, shared)
+        self.others = OptimizerWatch(trained, optimizers, held)
+
     def say_in(self, words: Mapping[str, str]) -> None:
         """Use these words in sentences, in place of those for a loop of one's own."""
         self.compared_steps = 0

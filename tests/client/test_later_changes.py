@@ -145,6 +145,11 @@ HEALTHY = {
             except MemoryError:
                 pass
         """,
+    "the loop of a server": """
+        tasks = [0.1]
+        while tasks:
+            train(tasks.pop())
+        """,
     "an optimizer that is made once": """
         optimizer = None
         for epoch in range(3):
@@ -213,6 +218,24 @@ def test_a_later_change_is_refused_with_its_place(tmp_path, name):
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_loop_is_left_alone(tmp_path, name):
     run(tmp_path, HEALTHY[name])
+
+
+FORKS = """
+import os
+for rank in range(2):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            train(0.1)
+        except Exception:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_the_loop_of_a_process_that_forks_its_ranks_is_left_alone(tmp_path):
+    run(tmp_path, FORKS)
 
 
 class Module(torch.nn.Module):

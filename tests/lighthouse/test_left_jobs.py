@@ -11,7 +11,7 @@ from test_absences import Watched
 from test_goodput_ledger import leading
 
 from fabric.lighthouse.diagnosis.absences import left_by
-from fabric.lighthouse.history.launches import LaunchReport
+from fabric.lighthouse.history.recovery import LaunchReport
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 NAMES = "r0", "r1", "r2"

@@ -7,6 +7,8 @@ them. Where it does not, the watches of the training end it later.
 
 import ast
 import inspect
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,20 +79,41 @@ class RunningSource:
 def repeated(frame: FrameType | None) -> Iterator[list[RunningSource]]:
     """Yield, from ``frame`` outward, each loop that may run more than once, and the functions within it.
 
-    Only the outermost loop of a frame counts. The functions are those that the loop has called by now.
+    Only the outermost loop of a frame counts. The functions are those that a ``for`` loop has called by now,
+    because a ``while`` loop may be that of a server. The process that has forked this one has its own loops.
     """
     loops = {id(x): around for x, around in loops_around(frame)}
     within: list[RunningSource] = []
-    while frame is not None:
-        code, values = frame.f_code, {**frame.f_globals, **frame.f_locals}
+    for x in _frames_since_fork(frame):
+        code, values = x.f_code, {**x.f_globals, **x.f_locals}
         file = Path(code.co_filename).name
-        around = [x for x in loops.get(id(frame), ()) if not _runs_once(x, values)]
+        around = [loop for loop in loops.get(id(x), ()) if not _runs_once(loop, values)]
         if around:
-            yield [RunningSource(around[0], values, file), *within]
+            source = RunningSource(around[0], values, file)
+            yield [source, *(within if isinstance(source.node, ast.For) else ())]
         if is_of_user(code.co_filename) and code.co_flags & inspect.CO_NEWLOCALS:
             node = functions_of(code.co_filename).get(code.co_firstlineno)
             within += [RunningSource(node, values, file)] if node is not None else []
+
+
+def _frames_since_fork(frame: FrameType | None) -> list[FrameType]:
+    """Return the frames from this one outward that have begun in this process."""
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
         frame = frame.f_back
+    return frames[: len(frames) - _frames_at_fork[0]]
+
+
+_frames_at_fork = [0]  # how many frames the forking process had
+
+
+def _after_fork() -> None:
+    _frames_at_fork[0] = 0
+    _frames_at_fork[0] = len(_frames_since_fork(sys._getframe(1)))  # noqa: SLF001
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @search(None)

@@ -41,10 +41,20 @@ class SavedFiles:
                 partial.unlink(missing_ok=True)
 
     def load(self, original: Callable[..., Any], f: Any, *arguments: Any, **named: Any) -> Any:
-        """Read the file, and let the loop begin at its step, if it is one of this job's."""
-        value = original(f, *arguments, **named)
-        if isinstance(f, str | os.PathLike):
-            self._resume(Path(f))
+        """Read the file, and let the loop begin at its step, if it is one of this job's.
+
+        The file is read again where the writer has put a newer one into its place meanwhile.
+        """
+        if not isinstance(f, str | os.PathLike):
+            return original(f, *arguments, **named)
+        path, read = Path(f), False
+        while not read:
+            before = _identity(path)
+            value, noted = original(f, *arguments, **named), _noted(path)
+            read = _identity(path) == before
+        if noted.get("job") == self._job:
+            step, batches, skipped = (int(noted.get(x, 0)) for x in ("step", "batches", "skipped"))
+            self._loop.resume_at(step, batches, skipped)
         return value
 
     def _note_step(self, path: Path) -> None:
@@ -59,17 +69,26 @@ class SavedFiles:
         with zipfile.ZipFile(path, "a") as file:
             file.writestr(_place(file), json.dumps(step))
 
-    def _resume(self, path: Path) -> None:
-        if not zipfile.is_zipfile(path):
-            return
-        with zipfile.ZipFile(path) as file:
-            place = _place(file)
-            if place not in file.namelist() or file.getinfo(place).file_size > _MAX_BYTES:
-                return
-            noted = json.loads(file.read(place))
-        if noted["job"] == self._job:
-            skipped = int(noted.get("skipped", 0))
-            self._loop.resume_at(int(noted["step"]), int(noted["batches"]), skipped)
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tell a file from one that takes its name later."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    """Return what ``_note_step`` has written into a file; empty without it."""
+    if not zipfile.is_zipfile(path):
+        return {}
+    with zipfile.ZipFile(path) as file:
+        place = _place(file)
+        if place not in file.namelist() or file.getinfo(place).file_size > _MAX_BYTES:
+            return {}
+        noted: dict[str, Any] = json.loads(file.read(place))
+        return noted
 
 
 def _place(file: zipfile.ZipFile) -> str:

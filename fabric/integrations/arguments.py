@@ -170,12 +170,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= _LONGEST and "\n" not in text else f"<{type(value).__name__}>"
 
 
-# The names of optimizers that cannot be kept equal on all replicas.
-
-
-# States of 8 and 4 bits, updates inside backward, projectors, and weights that differ between training and
-# evaluation: fabric cannot capture their state, or replay their update.
-_WORDS = (
+# In the names of optimizers that cannot be kept equal on all replicas. States of 8 and 4 bits, updates inside
+# backward, projectors, and weights that differ between training and evaluation: fabric cannot capture their
+# state, or replay their update.
+_UNEQUAL = (
     "8bit",
     "4bit",
     "bitsandbytes",
@@ -190,4 +188,4 @@ _WORDS = (
 
 def unequal_optimizer(kind: str) -> str:
     """Return ``kind``, the name of an optimizer or its class, if it is one of these; else an empty string."""
-    return kind if any(word in kind.lower() for word in _WORDS) else ""
+    return kind if any(word in kind.lower() for word in _UNEQUAL) else ""

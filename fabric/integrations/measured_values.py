@@ -12,7 +12,7 @@ import ast
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType, FunctionType, MethodType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from fabric.client.loop.loop_source import changed_names
 from fabric.client.loop.user_functions import (
     UserFunction,
     callee,
-    functions_in,
+    function_of,
     kept_by_loop,
     loops_around,
     methods_of,
@@ -153,7 +153,8 @@ class _Measured:
             if isinstance(node.func, ast.Attribute) and called(node) in _NO_MEASURE:
                 # ``(model(x) == y).float()`` is a figure, and ``model.float()`` is none.
                 return not self._is_model(node.func.value) and self.measures(node.func.value)
-            if any(map(_returns_figure, self._functions(node.func))):
+            function = function_of(callee(self._values, dotted(node.func)))
+            if function is not None and _returns_figure(function):
                 return True
             if self._is_model(node.func) or any(self._is_model(x) for x in node.args):
                 return True
@@ -179,13 +180,6 @@ class _Measured:
             is_users = root.id != "self" and bool(methods_of(kind))
             if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
                 yield root.id
-
-    def _functions(self, node: ast.expr) -> list[UserFunction]:
-        """Return the user's function or method that an expression names."""
-        function = callee(self._values, dotted(node))
-        if isinstance(function, MethodType):
-            return [x for x in functions_in(function.__self__) if x.name == function.__func__.__name__]
-        return functions_in(function) if isinstance(function, FunctionType) else []
 
     def _is_model(self, node: ast.expr) -> bool:
         return isinstance(value_of(self._values, dotted(node)), torch.nn.Module)

@@ -150,6 +150,29 @@ HEALTHY = {
         while tasks:
             train(tasks.pop())
         """,
+    "a loop that goes to one fold": """
+        for fold in range(5):
+            if fold != 3:
+                continue
+            train(0.1)
+        """,
+    "a fold that is made in a loop that goes to one": """
+        for fold in range(5):
+            if fold != 3:
+                continue
+            optimizer = SGD()
+            for _ in range(2): exchange(optimizer)
+        """,
+    "a training under a test": """
+        for fold in range(5):
+            if fold == 3:
+                train(0.1)
+        """,
+    "a training that is tried again": """
+        for attempt in range(5):
+            train(0.1)
+            if attempt >= 0: break
+        """,
     "an optimizer that is made once": """
         optimizer = None
         for epoch in range(3):

@@ -12,16 +12,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
 
-from fabric.client.loop.loop_flow import called, carry, dotted, inside, made_from, names_read, stores
+from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, inside, made_from, names_read, stores
 from fabric.client.loop.optimizer_watch import OptimizerWatch, belongs
 from fabric.client.loop.user_functions import (
+    UserFunction,
     attributes_of,
     callee,
+    function_of,
     functions_in,
     functions_of,
     is_of_user,
@@ -64,7 +66,12 @@ class RunningSource:
         return node.value if isinstance(node, ast.Constant) else value_of(self.values, dotted(node))
 
     def made(self) -> Iterator[tuple[ast.Assign, Any]]:
-        """Yield each assignment of an object that a class or function makes in each pass, and the object."""
+        """Yield each assignment of an object that a class or function makes in each pass, and the object.
+
+        A loop that chooses its passes, as one that goes to one fold, has none.
+        """
+        if isinstance(self.node, LOOPS) and _chooses(self.node):
+            return
         branches = [x for x in ast.walk(self.node) if isinstance(x, ast.If | ast.Match | ast.ExceptHandler)]
         at_times = {y for x in branches for y in ast.walk(x)}
         for x in (y for y in ast.walk(self.node) if y not in at_times):
@@ -90,7 +97,8 @@ def repeated(frame: FrameType | None) -> Iterator[list[RunningSource]]:
         around = [loop for loop in loops.get(id(x), ()) if not _runs_once(loop, values)]
         if around:
             source = RunningSource(around[0], values, file)
-            yield [source, *(within if isinstance(source.node, ast.For) else ())]
+            calls_each = isinstance(source.node, ast.For) and not _chooses(source.node, x.f_lineno)
+            yield [source, *(within if calls_each else ())]
         if is_of_user(code.co_filename) and code.co_flags & inspect.CO_NEWLOCALS:
             node = functions_of(code.co_filename).get(code.co_firstlineno)
             within += [RunningSource(node, values, file)] if node is not None else []
@@ -153,10 +161,8 @@ def refuse_later_hooks(things: Iterable[Any], given: Mapping[str, Any], model: t
         if function.name.startswith(_HOOKS):
             tests = [x.test for x in ast.walk(function.node) if isinstance(x, ast.If)]
             counts = {x for x in names_read(function.node) if x.rpartition(".")[2] in _COUNTS}
-            file = function.place(0).partition(":")[0]
-            states.refuse(
-                RunningSource(function.node, function.values, file), counts.union(*map(names_read, tests))
-            )
+            source = RunningSource(function.node, function.values, function.file)
+            states.refuse(source, counts.union(*map(names_read, tests)))
 
 
 def _stepping(loop: RunningSource) -> Iterator[torch.optim.Optimizer]:
@@ -173,16 +179,13 @@ def makes(maker: Any, kind: type, depth: int = 0) -> bool:
     """Return whether a call of ``maker`` makes an object of a class: it is this class, or calls it."""
     if isinstance(maker, type):
         return maker is not object and issubclass(kind, maker)
-    function, owner = getattr(maker, "__func__", maker), getattr(maker, "__self__", None)
-    if depth == _DEPTH or not isinstance(function, FunctionType):
-        return False
-    return any(
-        makes(callee(x.values, dotted(call.func)), kind, depth + 1)
-        for x in functions_in(function if owner is None else owner)
-        if x.function is function
-        for call in ast.walk(x.node)
-        if isinstance(call, ast.Call)
-    )
+    function = function_of(maker) if depth < _DEPTH else None
+    return function is not None and _makes_in(function, kind, depth + 1)
+
+
+def _makes_in(function: UserFunction, kind: type, depth: int = 0) -> bool:
+    calls = [dotted(x.func) for x in ast.walk(function.node) if isinstance(x, ast.Call)]
+    return any(makes(callee(function.values, name), kind, depth) for name in calls)
 
 
 def _trains(value: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
@@ -191,13 +194,15 @@ def _trains(value: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
     if any(x.__name__ == "Trainer" and x.__module__.partition(".")[0] in _LIBRARIES for x in kind.__mro__):
         return True
     own = {id(x) for x in attributes_of(value).values()}
-    return any(
-        id(optimizer) in own and makes(callee(x.values, dotted(call.func)), type(optimizer))
-        for optimizer in optimizers
-        for x in functions_in(value)
-        for call in ast.walk(x.node)
-        if isinstance(call, ast.Call)
-    )
+    kinds = {type(x) for x in optimizers if id(x) in own}
+    return any(_makes_in(function, x) for x in kinds for function in functions_in(value))
+
+
+def _chooses(loop: ast.stmt, line: int = 0) -> bool:
+    """Whether a loop leaves passes out, or ends, by a test, or comes to ``line`` by one."""
+    leaves = {x for x, is_own in inside(loop) if is_own and isinstance(x, ast.Continue | ast.Break)}
+    tests = [x for x in ast.walk(loop) if isinstance(x, ast.If | ast.Match)]
+    return any(x.lineno <= line <= (x.end_lineno or 0) or leaves.intersection(ast.walk(x)) for x in tests)
 
 
 def _runs_once(loop: ast.For | ast.AsyncFor | ast.While, values: Mapping[str, Any]) -> bool:
@@ -273,21 +278,15 @@ def _entered(
 
     ``is_late``: the call itself comes in a later pass, so that all of the function does.
     """
-    thing = callee(source.values, dotted(call.func))
-    function, owner = getattr(thing, "__func__", thing), getattr(thing, "__self__", None)
-    if not isinstance(function, FunctionType):
+    function = function_of(callee(source.values, dotted(call.func)))
+    if function is None:
         return
-    for x in functions_in(function if owner is None else owner):
-        if x.function is function:
-            names = [y.arg for y in x.node.args.args if y.arg != x.me]
-            given = dict(zip(names, call.args, strict=False))
-            given |= {y.arg: y.value for y in call.keywords if y.arg}
-            defaults = function.__defaults__ or ()
-            values = {**x.values, **dict(zip(names[len(names) - len(defaults) :], defaults, strict=False))}
-            values |= {name: source.value(y) for name, y in given.items()}
-            late = {name for name, y in given.items() if names_read(y) & changing}
-            node = ast.If(ast.Name(_LATE, ast.Load()), x.node.body, []) if is_late else x.node
-            yield RunningSource(node, values, source.file), late | {_LATE}
+    given, names, defaults = function.given_by(call), function.arguments, function.function.__defaults__ or ()
+    values = {**function.values, **dict(zip(names[len(names) - len(defaults) :], defaults, strict=False))}
+    values |= {name: source.value(x) for name, x in given.items()}
+    late = {name for name, x in given.items() if names_read(x) & changing}
+    node = ast.If(ast.Name(_LATE, ast.Load()), function.node.body, []) if is_late else function.node
+    yield RunningSource(node, values, function.file), late | {_LATE}
 
 
 def _sets_state(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:

@@ -4,7 +4,7 @@ A second model that the script trains follows one replica's own data. A new opti
 is at its first step in a replica that joins, and goes on in the others.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,9 +37,8 @@ class OptimizerWatch:
         self._parameters = {id(x) for x in parameters}
         self.attached = list(optimizers)
         self.attached += [x for x in _parts(shared) if isinstance(x, Optimizer)]
-        self._known: WeakKeyDictionary[Optimizer, int] = (
-            WeakKeyDictionary()
-        )  # with the step of its first step
+        # Others, with the step of the job in which each made its first step here.
+        self._known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._hook: RemovableHandle | None = None
 
     def begin(self) -> None:
@@ -74,13 +73,14 @@ class OptimizerWatch:
             )
 
 
-def belongs(optimizer: Optimizer, attached: Iterable[Optimizer]) -> bool:
+def belongs(optimizer: Optimizer, attached: Sequence[Optimizer]) -> bool:
     """Return whether an optimizer is one of ``attached``, or wraps it, or is wrapped by it."""
+    if any(x is optimizer for x in attached):  # nearly always, and once for each step of an optimizer
+        return True
     groups = {id(x) for x in getattr(optimizer, "param_groups", ())}
     inside = {id(x) for x in _parts([optimizer])}
     return any(
-        x is optimizer
-        or id(x) in inside
+        id(x) in inside
         or any(id(y) in groups for y in getattr(x, "param_groups", ()))
         or any(y is optimizer for y in _parts([x]))
         for x in attached

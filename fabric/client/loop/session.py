@@ -385,6 +385,7 @@ class Session(SessionCollectives):
         On return this replica has the job's final state. A loop that ended before catching up ends the
         process. Where RoundsFailed was raised, this replica has left the job, and nothing is done.
         """
+        self._watch.end()
         if self._progress.left is not None:
             return
         if self._engine.is_running and not self._progress.finished:
@@ -399,7 +400,6 @@ class Session(SessionCollectives):
         self._parts.journal.write("finish", step=self.committed_step)
         self.collectives.close()
         self._engine.close()
-        self._watch.end()
         self._shutdown.end(finished=True)
 
     # --- between the user's code and the engine ---------------------------------------------------------

@@ -30,6 +30,7 @@ from fabric.client.loop.user_functions import (
     UserFunction,
     attributes_of,
     callee,
+    function_of,
     functions_in,
     loops_around,
     search,
@@ -343,25 +344,16 @@ class _AverageSource:
                 self._give(x.target, x.iter)
         for x in nodes:
             self._write(x)
-            if isinstance(x, ast.Call) and (name := dotted(x.func)):
-                self._enter(x, callee(values, name))
+            function = function_of(callee(values, dotted(x.func))) if isinstance(x, ast.Call) else None
+            if isinstance(x, ast.Call) and function is not None:
+                marks = {name: self._marks(y) for name, y in function.given_by(x).items()}
+                self.read_function(function, {**dict.fromkeys(function.arguments, _NONE), **marks})
         self._values, self._names, self._fresh, self._file = outer
 
     def read_function(self, function: UserFunction, given: Mapping[str, _Marks]) -> None:
         """Read a function of the user's."""
         marks = {name: x for name, x in given.items() if name != function.me}
-        self.read(function.node, function.values, marks, function.place(0).partition(":")[0])
-
-    def _enter(self, call: ast.Call, thing: Any) -> None:
-        """Read a function or method that the source calls, with the marks of the arguments."""
-        function, owner = getattr(thing, "__func__", thing), getattr(thing, "__self__", None)
-        if isinstance(function, FunctionType):
-            for x in functions_in(function if owner is None else owner):
-                if x.function is function:
-                    names = [y.arg for y in x.node.args.args if y.arg != x.me]
-                    given = dict(zip(names, map(self._marks, call.args), strict=False))
-                    given |= {y.arg: self._marks(y.value) for y in call.keywords if y.arg}
-                    self.read_function(x, {**dict.fromkeys(names, _NONE), **given})
+        self.read(function.node, function.values, marks, function.file)
 
     def _marks(self, node: ast.AST) -> _Marks:
         """Return the marks of what an expression reads."""

@@ -36,8 +36,8 @@ from fabric.client.loop.loop_flow import (
 )
 from fabric.errors import FabricError
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _log = logging.getLogger(__name__)
 _LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
 _CALLS = ("__call__", "__getitem__", "__getitems__")  # the methods that give data
@@ -45,15 +45,15 @@ _CALLS = ("__call__", "__getitem__", "__getitems__")  # the methods that give da
 _PARTS, _DEPTH, _FEW, _FUNCTIONS = 1000, 4, 64, 300
 
 
-def search(default: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def search(default: _R) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a search of the user's source say nothing where it meets what it cannot read.
 
     ``default``: what it returns then. A fault of the search must not end a training.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
-        def guarded(*arguments: P.args, **named: P.kwargs) -> R:
+        def guarded(*arguments: _P.args, **named: _P.kwargs) -> _R:
             try:
                 return function(*arguments, **named)
             except FabricError:
@@ -191,9 +191,24 @@ class UserFunction:
     def __str__(self) -> str:
         return self.function.__qualname__.rpartition("<locals>.")[2]
 
+    @property
+    def file(self) -> str:
+        """The name of the function's file, for a sentence."""
+        return Path(self.function.__code__.co_filename).name
+
     def place(self, line: int) -> str:
         """Return a line of the function's file for a sentence."""
-        return f"{Path(self.function.__code__.co_filename).name}:{line}"
+        return f"{self.file}:{line}"
+
+    @property
+    def arguments(self) -> list[str]:
+        """The names of the arguments that a call may give by position."""
+        return [x.arg for x in self.node.args.args if x.arg != self.me]
+
+    def given_by(self, call: ast.Call) -> dict[str, ast.expr]:
+        """Return the expressions that a call gives to arguments, by name."""
+        by_place = dict(zip(self.arguments, call.args, strict=False))
+        return by_place | {x.arg: x.value for x in call.keywords if x.arg}
 
     @functools.cached_property
     def me(self) -> str:
@@ -423,6 +438,15 @@ def functions_in(thing: Any, given: Mapping[str, Any] = MappingProxyType({})) ->
         return [UserFunction(None, "__call__", thing, node, given)] if node is not None else []
     kind: Any = type(thing)
     return [UserFunction(thing, name, *method, given) for name, method in methods_of(kind).items()]
+
+
+def function_of(thing: Any) -> UserFunction | None:
+    """Return the function or method of the user's that a call of ``thing`` runs; None for another thing."""
+    function, owner = getattr(thing, "__func__", thing), getattr(thing, "__self__", None)
+    if not isinstance(function, FunctionType):
+        return None
+    own = functions_in(function if owner is None else owner)
+    return next((x for x in own if x.function is function), None)
 
 
 @functools.cache

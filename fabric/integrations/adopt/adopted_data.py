@@ -19,6 +19,7 @@ import linecache
 import random
 import re
 import sys
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from types import FrameType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -529,21 +530,28 @@ def refuse_other_data(frame: FrameType | None, loader: Loader) -> None:
                 raise ConfigError(f"{source.file}:{line} adds to the data in a loop{_ONE_SET}")
 
 
-def _growing(node: ast.AST, values: Mapping[str, Any], data: Any) -> Iterator[int]:
-    """Yield the lines that add to an attribute of the data set, or call a method of its class that does."""
+def _growing(node: ast.AST, values: Mapping[str, Any], data: Any, follows: bool = True) -> Iterator[int]:
+    """Yield the lines that add to what the data set's length goes by, or call a method of it that does.
+
+    ``follows``: also look into such a method.
+    """
+    methods = {x.name: x for x in functions_in(data)}
+    length = methods.get("__len__")
+    counted = {x.rpartition(".")[2] for x in names_read(length.node)} if length is not None else None
     for x in ast.walk(node):
         name = ""
-        if isinstance(x, ast.AugAssign):
-            is_sized = hasattr(value_of(values, dotted(x.target)), "__len__")
-            name = dotted(x.target) if is_sized else ""
+        if isinstance(x, ast.AugAssign) and isinstance(x.op, ast.Add):
+            name = dotted(x.target) if isinstance(value_of(values, dotted(x.target)), list | deque) else ""
         elif isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute):
-            name = dotted(x.func.value)
-            methods = [y for y in functions_in(data) if y.name == x.func.attr]
-            adds = any(any(_growing(y.node, y.values, data)) for y in methods)
-            if x.func.attr not in GROWS and not (adds and value_of(values, name) is data):
+            name, method = dotted(x.func.value), methods.get(x.func.attr)
+            if follows and method is not None and value_of(values, name) is data:
+                if any(_growing(method.node, method.values, data, follows=False)):
+                    yield x.lineno
                 continue
+            name = name if x.func.attr in GROWS else ""
         path = name.split(".")
-        if any(value_of(values, ".".join(path[: n + 1])) is data for n in range(len(path))):
+        is_of_data = any(value_of(values, ".".join(path[: n + 1])) is data for n in range(len(path)))
+        if is_of_data and (counted is None or path[-1] in counted):
             yield getattr(x, "lineno", 0)
 
 

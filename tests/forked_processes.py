@@ -133,8 +133,11 @@ def fork_durable_writers(zygote: str) -> None:
             asyncio.streams.FlowControlMixin, os.fdopen(own_in, "wb", 0)
         )
 
+        # One thread waits, however often a cancelled caller asks: the status comes once.
+        ended = loop.run_in_executor(None, process.wait)
+
         async def wait() -> int:
-            code = await loop.run_in_executor(None, process.wait)
+            code = await asyncio.shield(ended)
             transport.close()
             return code
 

@@ -277,6 +277,8 @@ function actionButton(action, about) {
   button.type = "button";
   button.dataset.key = `${action} ${about}`;
   button.setAttribute("aria-label", `${action} ${about}`);
+  // A line that appears above moves the button, but a press that began on it stays its own.
+  button.addEventListener("pointerdown", (event) => button.setPointerCapture(event.pointerId));
   button.addEventListener("click", () => decide(action, about));
   return button;
 }

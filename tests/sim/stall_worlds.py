@@ -23,6 +23,8 @@ REQUIRED = (
 EXCHANGE_S, USER_CODE_S = 0.5, 1.5
 # The leader must evict the member that causes a stall within this many seconds.
 FREE_S = 4.0
+# A member that came back and hangs again: its first round has time for the exchange and for its updates.
+RETURNED_FREE_S = FREE_S + EXCHANGE_S + USER_CODE_S
 
 
 class StallWorld(World):
@@ -40,6 +42,7 @@ class StallWorld(World):
         if self.kind == "starving":
             settings.member = replace(settings.member, replay=False, digest_every=0)
         self.blackout = False
+        self.returned = 0.0  # when the culprit last came back
         self.faults.not_before = 11.0
         self.faults.over = False
         self.culprit = clockwork.random.choice(sorted(self.hosts))
@@ -63,6 +66,10 @@ class StallWorld(World):
     def _end(self, free: list[int]) -> None:
         if self.alone and self.settings.replicas > max(self.settings.min_replicas, 1):
             others, who = self._others(), f"{self.culprit} is {self.kind}"
+            left_s = self.returned + RETURNED_FREE_S - self.clockwork.now
+            if left_s > 0 and min(others) <= max(free):
+                self.clockwork.at(left_s, lambda: self._end(free))
+                return
             demand(min(others) > max(free), f"the others stand at {others} while {who}")
             self.clockwork.counts["stall: the others went on"] += 1
         self._affected().clear()
@@ -74,6 +81,8 @@ class StallWorld(World):
 
     def told(self, effect: leader_events.RecordEvent) -> None:
         super().told(effect)
+        if effect.kind == "epoch" and f"{self.culprit} joins" in effect.why:
+            self.returned = self.clockwork.now
         if self.alone and effect.kind == "evicting":
             fair = effect.about == self.culprit
             demand(fair, f"{effect.about} is blamed ({effect.why}) while {self.culprit} is {self.kind}")

@@ -20,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":
-    root = Path(__file__).resolve().parent.parent
-    sys.path[:0] = [str(root), str(root / "tests" / "integration")]
+if str(TESTS := Path(__file__).resolve().parent.parent / "tests") not in sys.path:
+    sys.path[:0] = [str(TESTS.parent), str(TESTS / "integration"), str(TESTS)]
 
 from job import Job, Zygote
 

@@ -12,8 +12,8 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if str(ROOT := Path(__file__).resolve().parent.parent) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import begin, finish, no_options, quantile, say, table, verdict
 from benchmarks.health_streams import STAGES, Fault, StreamResult, play

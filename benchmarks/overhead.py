@@ -23,7 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROUNDS, WARM_UP, begin, describe, finish, interleave, paired, say, table, verdict
+from common import (
+    ROUNDS,
+    WARM_UP,
+    begin,
+    describe,
+    finish,
+    interleave,
+    paired,
+    say,
+    table,
+    update_past_hooks,
+    verdict,
+)
 from fleet import Fleet, free_port, need_gloo
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -112,7 +124,7 @@ class DdpOnGloo:
 
     def __call__(self) -> None:
         loss_of(self._ddp, self._batch()).backward()
-        self._optimizer.step()
+        update_past_hooks(self._optimizer)
         self._optimizer.zero_grad(set_to_none=False)
 
     def compute(self) -> None:

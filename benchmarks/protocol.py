@@ -19,9 +19,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-if __name__ == "__main__":
-    root = Path(__file__).resolve().parent.parent
-    sys.path[:0] = [str(root), str(root / "tests")]
+if str(TESTS := Path(__file__).resolve().parent.parent / "tests") not in sys.path:
+    sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from benchmarks.common import begin, finish, say, table, verdict
 from fabric.lighthouse.gc_tuning import THRESHOLDS

@@ -137,3 +137,28 @@ def test_a_benchmark_that_is_killed_leaves_no_process_behind():
 
 def test_a_child_that_was_forked_dies_with_its_parent():
     ends_with(signal.SIGKILL, FORK, skip=0)
+
+
+IMPORT_EACH = """
+import runpy, sys
+folders, given = sys.argv[1].split(":"), list(sys.path)
+for script in sys.argv[2:]:
+    sys.path[:] = [script.rpartition("/")[0], *given]
+    runpy.run_path(script, run_name="imported")
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(tuple(folders)):
+            del sys.modules[name]  # the next script finds its own imports
+"""
+
+
+def test_each_benchmark_finds_what_it_imports():
+    """Each as in a process of its own; nobody runs most of them before a release."""
+    root = Path(__file__).parent.parent.resolve()
+    found = [*root.glob("benchmarks/*.py"), *root.glob("benchmarks/gpu/*.py")]
+    # A trainer reads at once what its benchmark gives it.
+    scripts = sorted(str(x) for x in found if not x.name.endswith("_trainer.py"))
+    folders = f"{root}/benchmarks:{root}/tests"
+    run = [sys.executable, "-P", "-c", IMPORT_EACH, folders, *scripts]
+    done = subprocess.run(run, capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(scripts) > 30

@@ -53,6 +53,18 @@ def test_with_all_loops_ended_no_lighthouse_is_needed():
     assert "all members (a, b) have finished at step 1" in end.alone
 
 
+def test_with_all_loops_ended_an_epoch_under_way_needs_no_lighthouse_either():
+    """The processes of others that finished are gone, so the leader evicted them, and then was lost."""
+    trainer = closed()
+    trainer.peer("b", finished())
+    trainer.leader(m.Epoch(record_of("a", epoch=2)))
+    trainer.do(io.LeaderLost())
+    assert trainer.core.epochs.mode is Mode.REPORTED
+    trainer.now += NO_LEADER_S
+    [end] = trainer.do(io.Tick())
+    assert (end.step, end.ended) == (1, JobEnd(FIRST.fence, 1, 1))
+
+
 def test_close_waits_longer_for_a_leader_that_answers_but_cannot_write():
     trainer = closed()
     trainer.peer("b", finished())

@@ -267,11 +267,14 @@ class Ending:
         self._context.stopped = True
 
     def _have_all_finished(self, record: Record) -> bool:
-        """Whether all members have finished with my state: the others, and I as a member or as a newcomer."""
+        """Whether all members have finished with my state: the others, and I as a member or as a newcomer.
+
+        A new epoch may be under way, because the others' processes are gone: no round needs it.
+        """
         step, is_newcomer = self._memory.state.step, self._epochs.mode is Mode.JOINED
         if is_newcomer and self._memory.state.generation != record.generation:
             return False
-        return (is_newcomer or (self._epochs.mode is Mode.RUN and self._takes_part())) and all(
+        return (is_newcomer or self._takes_part()) and all(
             x.replica == self._context.replica
             or self.finished_peers.get(x.process) == (record.generation, step)
             for x in record.roster

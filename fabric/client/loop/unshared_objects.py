@@ -186,7 +186,8 @@ class AverageWatch:
         # Steps that this process replays may lie between two looks: then the first of the pair comes again.
         self._steps += self._steps not in _FIRST_LOOKS or step == self._step + 1
         self._step = step
-        if not all(map(_is_readable, self._parameters)):
+        looks = self._steps == 1 or not {self._steps, self._steps - 1}.isdisjoint(_FIRST_LOOKS)
+        if not looks or not all(map(_is_readable, self._parameters)):
             return
         if self._steps == 1:
             self._read_sources()

@@ -51,7 +51,7 @@ def test_the_page_lists_every_fact_that_the_leader_keeps():
     rows = [row.split("|")[1:-1] for row in section.splitlines() if row.startswith("| ")][1:]
     listed = [name for row in rows for name in re.findall(r"`([A-Za-z_.]+)`", row[1])]
     assert len(listed) == len(set(listed)), "a fact has one row"
-    assert all(owner.strip() and end.strip() for *_, owner, end in rows)
+    assert all(owner.strip() and end.strip() for owner, _, end in rows)
     known = facts_of(LeaderCore("j", LeaderConfig(), random.Random(1), 0.0), {})
     facts = {x: kind for kind, fields in known.items() for x in fields}
     missing = {x for x, kind in facts.items() if x not in listed and kind not in listed} - NO_FACTS

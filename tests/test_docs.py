@@ -292,9 +292,11 @@ FLAT = {"cli"}
 
 
 def rooms() -> set[str]:
-    """``package/room`` of each row of docs/architecture.md."""
+    """``package/room`` of each room in the table of docs/architecture.md."""
     return {
-        room.strip("`").removesuffix(".py").rstrip("/") for room, _ in rows("docs/architecture.md", "Rooms")
+        package.strip("`") + room.removesuffix(".py").rstrip("/")
+        for package, names in rows("docs/architecture.md", "Rooms")
+        for room in re.findall(r"`([\w./]+)`", names)
     }
 
 

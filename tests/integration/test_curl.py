@@ -142,8 +142,8 @@ def first_line(job: Job, command: str) -> str:
 
 # The examples of the page's last section change the job, so they run last.
 AFTERWARDS = [e for e in EXAMPLES if "/recoveries" in e.command]
-ASKING = [e for e in EXAMPLES if (" -d '" not in e.command or "/login" in e.command) and e not in AFTERWARDS]
-TELLING = [e for e in EXAMPLES if " -d '" in e.command and "/login" not in e.command]
+ASKING = [e for e in EXAMPLES if " -d '" not in e.command and e not in AFTERWARDS]
+TELLING = [e for e in EXAMPLES if " -d '" in e.command]
 
 
 def test_the_status_has_the_mean_loss_of_the_newest_step(job):
@@ -168,11 +168,9 @@ def test_every_curl_line_of_the_page_works(job, example):
         like(json.loads(example.answer), json.loads(answered))
     elif example.kind == "prometheus":
         assert samples(example.answer) <= samples(answered)
-    elif example.kind == "text" and ": " in example.answer.splitlines()[-1]:
+    elif example.kind == "text":
         shown = {line.partition(":")[0] for line in example.answer.splitlines()}
         assert shown <= {line.partition(":")[0].strip() for line in answered.splitlines()}
-    elif example.kind == "text":
-        assert answered == example.answer
 
 
 def test_every_route_is_on_the_page():
@@ -366,7 +364,7 @@ def test_the_operator_commands_of_the_page_work(job):
     the overrides.
     """
     drain, evict, *orders = TELLING
-    assert len(orders) == 5
+    assert len(orders) == 2  # tests/lighthouse/test_override_commands.py has the others
     tell(job, drain)
     (job.folder / "go-on").touch()
     job.wait_for(lambda: job.ended("r2") is not None, "the end of the drained one")

@@ -319,8 +319,9 @@ def table() -> dict[tuple[str, str], str]:
     for line in text.splitlines()[2:]:
         if not line.startswith("|"):
             break
-        place, *words = (cell.strip() for cell in line.strip("|").split("|"))
-        cells |= {(place, trouble): found for trouble, found in zip(TROUBLES, words, strict=True)}
+        places, *words = (cell.strip() for cell in line.strip("|").split("|"))
+        for place in places.split(", "):
+            cells |= {(place, trouble): found for trouble, found in zip(TROUBLES, words, strict=True)}
     return cells
 
 

@@ -41,12 +41,8 @@ from fabric.runtime.http.http_service import check_exposure, serve, url_host
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.private_folder import make_private, open_private, socket_path
 
-# Limits the size of a checkpoint server's log, which no other program rotates.
-#
-# The process that starts the server opens the file for appending. So the file is copied and cut, not
-# replaced.
-
-
+# The largest checkpoint server's log, which no other program rotates. The process that starts the server
+# opens the file for appending. So the file is copied and cut, not replaced.
 MOST_BYTES = 16 << 20
 _LOOK_S = 60.0
 

@@ -267,10 +267,7 @@ class Ending:
         self._context.stopped = True
 
     def _have_all_finished(self, record: Record) -> bool:
-        """Whether all members have finished with my state: the others, and I as a member or as a newcomer.
-
-        A new epoch may be under way, because the others' processes are gone: no round needs it.
-        """
+        """Whether all members have finished with my state: no round needs the epoch that may be under way."""
         step, is_newcomer = self._memory.state.step, self._epochs.mode is Mode.JOINED
         if is_newcomer and self._memory.state.generation != record.generation:
             return False

@@ -44,6 +44,13 @@ def test_a_member_awaited_in_vain_that_waits_for_none_has_a_bad_link_too(job):
     assert "what was sent in step 6 from b to a" in said(job)
 
 
+def test_a_member_is_named_when_the_newest_heartbeats_name_nobody(job):
+    """A round that is given up begins again, and its members wait for nobody until they contribute."""
+    for_some_time(job, 4, a={"waiting_for": "b"}, b={}, c={})
+    for_some_time(job, 1, a={}, b={}, c={})
+    assert "what was sent in step 6 from b, for 5.0 s" in said(job)
+
+
 def test_a_member_in_user_code_is_named_before_links(job):
     for_some_time(job, 4, a={"waiting_for": "bc"}, b={"waiting_for": "c"}, c={"phase": "run"})
     assert said(job).startswith("c, in user code in step 6, for 4.0 s")

@@ -351,7 +351,7 @@ def _waiting_for_bytes(core: LeaderCore, stalls: list[tuple[float, str, int]], n
         if peer.beat is not None and peer.beat.step == step
         for name in peer.beat.waiting_for
         if name in missed and name != by
-    ]
+    ] or sorted(missed)  # a newer heartbeat may name no member any more
     return (
         f"what was sent in step {step} from {_some(links)}, for {now - since:.1f} s now: all of these have "
         "come and wait, so the links between them may be slow or cut"

@@ -19,6 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+if str(TESTS := Path(__file__).resolve().parents[1]) not in sys.path:  # where a script imports this
+    sys.path.insert(0, str(TESTS))
+
 import forked_processes
 
 from fabric.cli.launch.attempt import AttemptSpec

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-if str(TESTS := Path(__file__).resolve().parent.parent / "tests") not in sys.path:
-    sys.path[:0] = [str(TESTS.parent), str(TESTS / "integration"), str(TESTS)]
+if str(ROOT := Path(__file__).resolve().parent.parent) not in sys.path:
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "integration")]
 
 from job import Job, Zygote
 

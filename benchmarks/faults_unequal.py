@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-if str(TESTS := Path(__file__).resolve().parent.parent / "tests") not in sys.path:
-    sys.path[:0] = [str(TESTS / "integration"), str(TESTS)]
+if str(HERE := Path(__file__).resolve().parent.parent / "tests" / "integration") not in sys.path:
+    sys.path.insert(0, str(HERE))
 
 import common
 from job import Zygote

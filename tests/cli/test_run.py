@@ -22,7 +22,8 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 """
 SCRIPT = """
-import json, os, sys, threading, time
+import gc, json, os, sys, threading, time
+living = len(gc.get_objects())
 import neighbour
 import torch
 torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -39,6 +40,7 @@ until = time.monotonic() + 30
 while len(set(threads := niceness())) > 1 and time.monotonic() < until:
     time.sleep(0.01)
 said = {"name": __name__, "argv": sys.argv, "file": __file__, "path": sys.path[0], "niceness": threads}
+said["living"] = living
 print(json.dumps(said))
 """
 
@@ -68,6 +70,7 @@ def test_torch_is_imported_at_low_priority_and_the_script_runs_at_its_usual_one(
     assert dict(line.split() for line in imported) == {"torch": low, "torch._dynamo": low}
     found = json.loads(said)
     assert set(found.pop("niceness")) == {before}, "a thread that is needed later has kept the low priority"
+    assert found.pop("living") < 100_000, "searches of all living objects see what fabric run has imported"
     argv = [str(script), "--steps", "5", "--help", "x"]
     assert found == {"name": "__main__", "argv": argv, "file": str(script), "path": str(folder)}
 

@@ -63,12 +63,12 @@ class StallWorld(World):
         free = self._others()
         self.clockwork.at(seconds, lambda: self._end(free))
 
-    def _end(self, free: list[int]) -> None:
+    def _end(self, free: list[int], waited: bool = False) -> None:
         if self.alone and self.settings.replicas > max(self.settings.min_replicas, 1):
             others, who = self._others(), f"{self.culprit} is {self.kind}"
             left_s = self.returned + RETURNED_FREE_S - self.clockwork.now
-            if left_s > 0 and min(others) <= max(free):
-                self.clockwork.at(left_s, lambda: self._end(free))
+            if left_s > 0 and not waited and min(others) <= max(free):
+                self.clockwork.at(left_s, lambda: self._end(free, waited=True))
                 return
             demand(min(others) > max(free), f"the others stand at {others} while {who}")
             self.clockwork.counts["stall: the others went on"] += 1

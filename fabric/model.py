@@ -399,7 +399,7 @@ class Record:
 
     def lists(self, replica: str, incarnation: int) -> bool:
         """Whether exactly this process is in the roster."""
-        member = self.member(replica)
+        member = self._members.get(replica)
         return member is not None and member.incarnation == incarnation
 
 

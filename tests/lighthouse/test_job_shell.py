@@ -1,13 +1,18 @@
 """One job's shell with a failing store, and with a defect in its core."""
 
 import json
+import statistics
+import sys
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from in_process import TroubledStore, lighthouse_on
 from lighthouse_support import WireMember, WireStatus, close_all, eventually, get, start_job
 from memory_store import MemorySpace
+from test_fast_frames import frame
 
+import fabric
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections.connection import DEFECT, MALFORMED, FrameCache, MemberConnection
 from fabric.lighthouse.http.job_status import job_text
@@ -15,7 +20,11 @@ from fabric.model import MemberSpeed, SnapshotRef
 from fabric.protocol.leader.core import MANY
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 from fabric.protocol.messages.leader_events import SharesAdvised
+
+OURS = str(Path(fabric.__file__).parent)
+MOST_CALLS = 120  # of a heartbeat in a job of many, and the median of several members
 
 
 @pytest.fixture
@@ -227,6 +236,24 @@ async def test_a_complete_job_lists_no_server_that_has_ended(instance, http):
     await close_all(members)
 
 
+def calls_of_a_heartbeat(connection: MemberConnection, record) -> int:
+    """Count the calls of our functions, and those that they make, from the bytes to the acknowledgement."""
+    beat = wire.encode(m.Heartbeat(1, record.epoch, record.generation, 1, phase="run"))
+    receive = connection._transport.get_protocol().data_received
+    data, counted = frame(beat), 0
+
+    def count(caller, kind, _):
+        nonlocal counted
+        counted += kind in ("call", "c_call") and OURS in caller.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        receive(data)
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
 async def test_a_job_of_many_decides_a_death_and_answers_heartbeats_meanwhile(instance, herd_http):
     """With so many members, messages and answers take several turns, and none may get lost."""
     members = await start_job(herd_http, instance.url, MANY + 4, micro_batches=MANY)
@@ -244,6 +271,8 @@ async def test_a_job_of_many_decides_a_death_and_answers_heartbeats_meanwhile(in
         return len(job.core.state.epoch.running) == len(members)
 
     await eventually(all_run, "what all said to be heard")
+    counts = [calls_of_a_heartbeat(job.connections.sessions[x.replica], x.newest) for x in members[:21]]
+    assert 0 < statistics.median(counts) <= MOST_CALLS, counts
     assert job.core.state.record.epoch == 2 and len(job.connections.sessions) == len(members)
     lines = [x for x in job.events.after(0) if x.kind == "evicting"]
     assert [x.about for x in lines] == [lost.replica]

@@ -49,9 +49,10 @@ class LayoutGate:
 
     def holds(self, text: str) -> bool:
         """Keep this message while the gate is shut; return whether it was kept."""
-        if self.is_shut:
-            self._held.append(text)
-        return self.is_shut
+        if self._reading is None:
+            return False
+        self._held.append(text)
+        return True
 
     def reads(
         self, layout: str, text: str, take: Callable[[str], bool], refuse: Callable[[FabricError], None]

@@ -152,7 +152,7 @@ def _checked_beat(beat: m.Heartbeat) -> m.Heartbeat:
         _check_length("digest", beat.digest, MAX_DIGEST)
     if beat.unreachable:
         _check_names("unreachable", beat.unreachable, MAX_UNREACHABLE, MAX_NAME)
-    if _is_sentence(beat.phase) and _is_sentence(beat.busy):
+    if _is_sentence(beat.phase) and (not beat.busy or _is_sentence(beat.busy)):
         return beat
     return replace(beat, phase=cleaned(beat.phase), busy=cleaned(beat.busy))
 

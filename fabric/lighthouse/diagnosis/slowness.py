@@ -182,8 +182,8 @@ class SlownessWatch:
 
     def is_due(self, now: float) -> bool:
         """Whether to ``look`` again: after news 20 times a second, else four, with 1,000 replicas once."""
-        pause_s = NEWS_S if self._has_news else 0.25
-        return now - self._looked_at >= max(pause_s, len(self._epochs) / 1000)
+        quiet_s = now - self._looked_at
+        return quiet_s >= (NEWS_S if self._has_news else 0.25) and quiet_s >= len(self._epochs) / 1000
 
     def look(self, core: LeaderCore, now: float) -> list[SlownessEvent]:
         """Judge all replicas again; return the new events."""

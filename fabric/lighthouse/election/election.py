@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.runtime.tasks import BackgroundLoop
@@ -45,9 +46,8 @@ _RETRY_S = (0.05, 1.0)
 _MAX_VALUE_BYTES = 4096
 
 
-def boot_time() -> float:
-    """Return seconds since boot; unlike the monotonic clock it counts while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+# Seconds since boot; unlike the monotonic clock it counts while the machine is suspended.
+boot_time: Clock = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Term:
 
         A loop that was stuck reads messages of members before its timers run.
         """
-        if not self.in_force():
+        if self.is_over or self._clock() >= self.ends:
             self.resign("its lease may have ended")
         return not self.is_over
 

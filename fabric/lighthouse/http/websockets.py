@@ -63,15 +63,16 @@ class FastFrames(OuterProtocol):
         if self._is_over:
             self._library.data_received(data)
             return
-        data, at = self._rest + data if self._rest else data, 0
-        while len(data) >= at + 2 and not self._is_over:
+        data = self._rest + data if self._rest else data
+        at, end = 0, len(data)
+        while end >= at + 2 and not self._is_over:
             kind, size, begin = data[at], data[at + 1] - _MASKED, at + 6
             if kind != _WHOLE_TEXT or not 0 <= size < _EIGHT_BYTES - _MASKED:
                 self._is_over = True
                 break
             if size == _TWO_BYTES - _MASKED:
                 size, begin = int.from_bytes(data[at + 2 : at + 4], "big"), at + 8
-            if len(data) < begin + size:  # the frame has not arrived whole, or even its size has not
+            if end < begin + size:  # the frame has not arrived whole, or even its size has not
                 break
             text = _unmasked(data[begin - 4 : begin], data[begin : begin + size])
             if text is None:

@@ -493,7 +493,7 @@ class Job:
     def defer(self, text: str, work: Callable[[], object]) -> bool:
         """Queue ``work`` if this text may wait, and return whether it was queued. So the answers of thousands
         of members do not delay heartbeats."""
-        if is_deferred := self._is_many and text.startswith(_ANSWERS):
+        if is_deferred := text.startswith(_ANSWERS) and self._is_many:
             self._answers.add(work)
         return is_deferred
 
@@ -567,7 +567,7 @@ class Job:
         if self._driver is None:
             return
         self._driver.feed(event)
-        now, is_new = self.now, self.core.state.record is not self._record
+        now, is_new = self._context.clock(), self.core.state.record is not self._record
         if is_new:
             self._changed.set()
             self._changed = asyncio.Event()
@@ -614,7 +614,7 @@ class Job:
     def _perform(self, effect: io.Effect) -> None:
         if isinstance(effect, io.SendMember):
             if self._context.term.holds():
-                message = self._waits.attach(effect.message, self.core, self.now)
+                message = self._waits.attach(effect.message, self.core, self._context.clock())
                 message = self.slowness.checks.attach(effect.replica, message)
                 self.connections.send(effect.replica, effect.incarnation, message)
         elif isinstance(effect, io.WriteRecord):

@@ -63,7 +63,8 @@ class JobHistory:
             self._keep("slowdown", slowdown)
 
     def is_sample_due(self, sessions: int, now: float) -> bool:
-        return now - self._sampled_at >= max(SAMPLE_S, sessions / _SESSIONS_PER_S)
+        quiet_s = now - self._sampled_at
+        return quiet_s >= SAMPLE_S and quiet_s >= sessions / _SESSIONS_PER_S
 
     def sample(self, core: LeaderCore, now: float, *, keep: bool) -> GoodputLedger:
         """Count the job's time up to now; ``keep``: also store the ledger when a write is due."""

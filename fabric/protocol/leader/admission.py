@@ -147,11 +147,12 @@ class Admission:
 
     def note_return(self, peer: Peer, beat: m.Heartbeat) -> None:
         """Note by a heartbeat from outside that the user code is over, or that links are still cut."""
-        process = peer.process
         if self.state.record is not None and beat.unreachable and self.out_of_reach(self.state.record, peer):
-            self.healing.missed(process, self.state.now)
-        if beat.waits or beat.step > self.evicted_in_user_code.get(process, beat.step):
-            self.evicted_in_user_code.pop(process, None)
+            self.healing.missed(peer.process, self.state.now)
+        if not self.evicted_in_user_code:
+            return
+        if beat.waits or beat.step > self.evicted_in_user_code.get(peer.process, beat.step):
+            self.evicted_in_user_code.pop(peer.process, None)
 
     def back_off(self, record: Record) -> None:
         """Let evicted processes wait, longer every time, because each eviction stops the other members."""

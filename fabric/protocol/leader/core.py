@@ -125,14 +125,14 @@ class LeaderCore:
 
     def _is_routine(self, event: io.Event) -> bool:
         """Whether the event only shows life, opens a session, or is an answer that every member must give."""
-        if isinstance(event, io.TrainerStatusSeen):
-            return event.status.trainer == "running"
         if isinstance(event, io.FromMember):
             kind, record = type(event.message), self.state.record
             if kind is m.Heartbeat:
-                return record is None or self.state.lists(event.replica)
+                return record is None or record.member(event.replica) is not None
             answers = _ANSWERS.get(kind)
             return answers is not None and record is not None and len(answers(self)) < len(record.roster)
+        if isinstance(event, io.TrainerStatusSeen):
+            return event.status.trainer == "running"
         return isinstance(event, io.SessionOpened | io.AcceptQueueFull)
 
     def next_deadline(self) -> float | None:
@@ -398,7 +398,7 @@ class LeaderCore:
 
     def on_member(self, event: io.FromMember) -> None:
         peer = self.state.liveness.peers.get(event.replica)
-        if peer is None or peer.incarnation != event.incarnation or not peer.connected:
+        if peer is None or peer.session.incarnation != event.incarnation or not peer.connected:
             return
         peer.seen = self.state.now
         handler = _FROM_MEMBER.get(type(event.message))
@@ -417,7 +417,8 @@ class LeaderCore:
             self.evictions.stragglers.came(peer.session.replica)
         peer.beat = beat
         self.state.note_named(peer)
-        self.progress.record_empty_step(peer, beat)
+        if beat.empty >= 0:
+            self.progress.record_empty_step(peer, beat)
         self.admission.note_return(peer, beat)
         if beat.times is not None:
             peer.times = beat.times
@@ -426,7 +427,8 @@ class LeaderCore:
         writing, record = self.writer.writing, self.state.record
         if writing is None or record is None or writing.generation == record.generation:
             # Rule 1: no answer during a write of a new generation, or a member might go on in the old one.
-            self.outbox.send(peer.session.replica, self.orders.heed(peer, m.HeartbeatAck(beat.number)))
+            ack, session = self.orders.heed(peer, m.HeartbeatAck(beat.number)), peer.session
+            self.outbox.emit(io.SendMember(session.replica, session.incarnation, ack))
         self.evictions.evict_stragglers(peer, beat)
 
     def on_running(self, peer: Peer, message: m.Running) -> None:

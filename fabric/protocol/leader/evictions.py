@@ -96,9 +96,10 @@ class Evictions:
         name = peer.session.replica
         if beat.step > self.stragglers.since.get(name, (beat.step, 0.0))[0]:
             self.stragglers.came(name)
-        if not self.state.in_force(peer) or beat.epoch != (
-            self.state.record.epoch if self.state.record else 0
-        ):
+        record = self.state.record
+        if not beat.waiting_for or record is None or beat.epoch != record.epoch:
+            return
+        if not self.state.in_force(peer):
             return
         self.stragglers.report(name, beat.waiting_for)
         for other in beat.waiting_for:

@@ -133,8 +133,8 @@ class JobState:
         return self.record is not None and self.record.member(replica) is not None
 
     def in_force(self, peer: Peer) -> bool:
-        record = self.record
-        return record is not None and record.lists(peer.session.replica, peer.incarnation)
+        record, session = self.record, peer.session
+        return record is not None and record.lists(session.replica, session.incarnation)
 
     @property
     def is_complete(self) -> bool:
@@ -421,13 +421,15 @@ class Progress:
     empty_due: float = 0.0  # the time from which another event about a step without data may follow
 
     def note_step(self, peer: Peer) -> None:
+        if self.highest_step is not None and peer.step <= self.highest_step:
+            return
         if self.state.in_force(peer) and self.state.is_of_generation(peer):
             self.highest_step = max(self.highest_step or 0, peer.step)
 
     def record_empty_step(self, peer: Peer, beat: m.Heartbeat) -> None:
         """Write an event about a step without data: once per step, and at most once a second."""
         newest = (beat.generation, beat.empty)
-        if not 0 <= beat.empty <= beat.step or newest <= self.empty or self.state.now < self.empty_due:
+        if beat.empty > beat.step or newest <= self.empty or self.state.now < self.empty_due:
             return
         if self.state.in_force(peer) and self.state.is_of_generation(peer):
             self.empty, self.empty_due = newest, self.state.now + EMPTY_S

@@ -84,7 +84,7 @@ NAMERS = (
 # What a shell may call of a core and its parts: the contract, and questions.
 CORE_QUERIES = {"handle", "next_deadline", "own_contribution", "statuses", "durable", "freshest", "age_s"}
 CORE_QUERIES |= {"urls_of", "suspicion", "failure_reason", "proven_dead", "last_contact", "servers_to_hear"}
-CORE_QUERIES |= {"top_step", "patience_s", "startable", "kept_out", "knows", "objection", "knows_of"}
+CORE_QUERIES |= {"top_step", "patience_s", "kept_out", "knows", "objection", "knows_of"}
 CORE_QUERIES |= {"penalties", "hosts_that_failed", "awaited_own_state", "own_state_until", "candidates"}
 CORE_QUERIES |= {"recent_actions", "missing", "lists"}
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault"}

@@ -32,16 +32,13 @@ class SnapshotServing:
     listeners: set[str] = field(default_factory=set)  # joining members that replay published gradients
     snapshotting: int = -1  # the step of the snapshot that is being taken
     noticed_at: float = math.inf  # when this process got notice
-    must_save: bool = False  # whether the leader says that this member saves the state for all
-    alone: bool = False  # whether this member has decided to save it, because no leader answered
     saving: int = -1  # the step whose state is being saved, or is saved
     _save_at: float = -math.inf  # the earliest time of the next try
 
     def on_serve(self, message: m.TakeSnapshotFor) -> None:
         if self._epochs.mode not in (Mode.RUN, Mode.CATCH_UP) or message.step < self._memory.state.step:
-            self._context.emit(
-                io.SendLeader(m.SnapshotMissed(self._epochs.fence(), message.joiner, message.step))
-            )
+            missed = m.SnapshotMissed(self._epochs.fence(), message.joiner, message.step)
+            self._context.emit(io.SendLeader(missed))
             # The leader knows only an older step of this member: send this step and each later step at once.
             self._session.contact.asked = self._context.now
             self._session.hurry()
@@ -76,13 +73,11 @@ class SnapshotServing:
                 self._context.emit(io.SendLeader(reply))
 
     def snapshot_when_due(self) -> None:
-        due = (
-            self._epochs.mode in (Mode.RUN, Mode.CATCH_UP)
-            and self._memory.state.step in self.promised.values()
-        )
-        if due and self.snapshotting != self._memory.state.step:
-            self.snapshotting = self._memory.state.step
-            self._context.emit(io.TakeSnapshot(self._memory.state.step))
+        step = self._memory.state.step
+        due = self._epochs.mode in (Mode.RUN, Mode.CATCH_UP) and step in self.promised.values()
+        if due and self.snapshotting != step:
+            self.snapshotting = step
+            self._context.emit(io.TakeSnapshot(step))
 
     # --- notice --------------------------------------------------------------------------------------
 
@@ -94,7 +89,12 @@ class SnapshotServing:
 
     def heed(self, ack: m.HeartbeatAck) -> None:
         """Rule 13: follow the leader's answer to my notice."""
-        self.must_save = self.must_save or ack.save
+        if ack.save and not self._session.saves:
+            self._session.saves = True
+            self._session.hurry()  # a leader names no other member while one says that it saves
+        elif ack.goes_on and self._session.saves:
+            self._session.saves, self.saving, self._session.saved = False, -1, False
+            self._session.on_busy(io.Busy("", 0.0))
         if ack.leave:
             self._context.stop(RESTART, ack.leave)
 
@@ -110,14 +110,10 @@ class SnapshotServing:
 
     def is_to_save(self) -> bool:
         """Rule 13: whether I save the state for all, because the leader says so or does not answer."""
-        me = self._epochs.newest.member(self._context.replica) if self._epochs.newest is not None else None
         if self._context.now >= self._alone_at:
-            self.alone = self.alone or writer_of(self._epochs.current, storing=True) == self._context.replica
-        elif self.alone and me is not None and me.leaving and not self.must_save:
-            # A member without notice stays, and needs my part in the steps before I leave.
-            self.alone, self.saving, self._session.saved = False, -1, False
-            self._session.on_busy(io.Busy("", 0.0))
-        return self.must_save or self.alone
+            is_writer = writer_of(self._epochs.current, storing=True) == self._context.replica
+            self._session.saves = self._session.saves or is_writer
+        return self._session.saves
 
     def save(self) -> None:
         """Rule 13: write the state of this step boundary to storage. No member goes beyond it without me."""

@@ -26,11 +26,11 @@ class LighthouseSession:
         self.busy_s = 0.0  # seconds that the announced work may last
         self.last_times: StepTimes | None = None  # times of the newest step, for the next heartbeat
         self._times_step = 0  # the step of ``last_times``
-        self._earlier: deque[EarlierStep] = deque(
-            maxlen=MOST_EARLIER
-        )  # steps before, since the last heartbeat
+        # The steps before the newest, since the last heartbeat.
+        self._earlier: deque[EarlierStep] = deque(maxlen=MOST_EARLIER)
         self._measure = 0  # number of the newest micro-benchmark that the leader asked for
         self.echo = ""  # the member that the newest micro-benchmark echoes; empty: it measures the device
+        self.saves = False  # whether I save the state for all, as the leader says or because none answers
         self.saved = False  # whether the state where I have stopped is in durable storage
         self._measured = 0  # number of the newest micro-benchmark that the main thread got
 
@@ -123,6 +123,7 @@ class LighthouseSession:
                     micro_batches=self._memory.plan.micro_batches,
                     noticed=self._context.noticed,
                     saved=self.saved,
+                    saves=self.saves,
                 )
             )
         )

@@ -30,7 +30,7 @@ def drain_nobody(patch):
 
 
 def save_nothing_without_a_leader(patch):
-    patch.setattr(SnapshotServing, "is_to_save", lambda serving: serving._session.saves)
+    patch.setattr(SnapshotServing, "is_to_save", lambda serving: serving.saves)
 
 
 def give_up_when_the_saver_dies(patch):

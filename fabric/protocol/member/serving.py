@@ -32,7 +32,9 @@ class SnapshotServing:
     listeners: set[str] = field(default_factory=set)  # joining members that replay published gradients
     snapshotting: int = -1  # the step of the snapshot that is being taken
     noticed_at: float = math.inf  # when this process got notice
+    saves: bool = False  # whether I save the state for all, as the leader says or because none answers
     saving: int = -1  # the step whose state is being saved, or is saved
+    saved: bool = False  # whether the state where I have stopped is in durable storage
     _save_at: float = -math.inf  # the earliest time of the next try
 
     def on_serve(self, message: m.TakeSnapshotFor) -> None:
@@ -89,11 +91,11 @@ class SnapshotServing:
 
     def heed(self, ack: m.HeartbeatAck) -> None:
         """Rule 13: follow the leader's answer to my notice."""
-        if ack.save and not self._session.saves:
-            self._session.saves = True
+        if ack.save and not self.saves:
+            self.saves = True
             self._session.hurry()  # a leader names no other member while one says that it saves
-        elif ack.goes_on and self._session.saves:
-            self._session.saves, self.saving, self._session.saved = False, -1, False
+        elif ack.goes_on and self.saves:
+            self.saves, self.saving, self.saved = False, -1, False
             self._session.on_busy(io.Busy("", 0.0))
         if ack.leave:
             self._context.stop(RESTART, ack.leave)
@@ -112,8 +114,8 @@ class SnapshotServing:
         """Rule 13: whether I save the state for all, because the leader says so or does not answer."""
         if self._context.now >= self._alone_at:
             is_writer = writer_of(self._epochs.current, storing=True) == self._context.replica
-            self._session.saves = self._session.saves or is_writer
-        return self._session.saves
+            self.saves = self.saves or is_writer
+        return self.saves
 
     def save(self) -> None:
         """Rule 13: write the state of this step boundary to storage. No member goes beyond it without me."""
@@ -128,5 +130,5 @@ class SnapshotServing:
         if event.step == self.saving and event.why:
             self.saving, self._save_at = -1, self._context.now + AGAIN_S
         elif event.step == self.saving:
-            self._session.saved = True
+            self.saved = True
             self._session.hurry()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from protocol.makers import member_of, record_of, report_of, session_of
 
-from fabric.model import Base, Policy, Sharing, SnapshotRef
+from fabric.model import Base, Policy, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.leader import plan
 from fabric.protocol.leader.core import MANY, ROUTINE_S, TOGETHER_S, LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
@@ -183,6 +183,24 @@ def test_the_first_start_waits_for_the_server_of_a_script_that_begins_at_a_later
     lighthouse.status("a", snapshots=[SnapshotRef(0, 40, "forty")])
     (record,) = lighthouse.records
     assert (record.base.step, record.base.sources) == (40, ("http://a",))
+
+
+@pytest.mark.parametrize("ranks", [(), (RankAddress("a:2", "http://a#1"),)], ids=["one rank", "two ranks"])
+def test_the_first_start_waits_for_a_server_where_initial_states_differ(ranks):
+    """Seed 90068 of stall worlds: the other replica asked before the copy was there, and was evicted."""
+    lighthouse = Lighthouse(start_replicas=2)
+    lighthouse.open("a", digest="one", ranks=ranks)
+    lighthouse.open("b", digest="two", ranks=ranks)
+    lighthouse.wait(2.9)
+    assert not lighthouse.records
+    lighthouse.wait(0.7)
+    assert lighthouse.record.base.digest == "one"
+
+
+def test_the_first_start_from_one_initial_state_waits_for_no_server():
+    lighthouse = Lighthouse(start_replicas=2)
+    lighthouse.open("a", "b")
+    assert lighthouse.record.base.step == 0
 
 
 def test_the_first_start_waits_for_the_server_of_a_later_step_only_for_the_grace_period():

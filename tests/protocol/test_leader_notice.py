@@ -8,13 +8,14 @@ from protocol.makers import record_of
 from protocol.test_leader import started
 
 from fabric.protocol.leader.orders import UNSAVED
+from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 
 
 def says(lighthouse, name, **more):
     """Let a member send a heartbeat; return the answer."""
-    beat = m.Heartbeat(1, lighthouse.record.epoch, 1, 5, noticed=True)
-    lighthouse.say(name, replace(beat, **more))
+    beat = m.Heartbeat(1, lighthouse.record.epoch, 1, 5)
+    lighthouse.say(name, replace(beat, **{"noticed": True, **more}))
     (ack,) = [x for n, x in lighthouse.sent(m.HeartbeatAck) if n == name]
     return ack
 
@@ -80,6 +81,65 @@ def test_one_member_saves_and_ends_last():
     lighthouse.lose("b")
     lighthouse.now += 1.0
     assert "step 5 is saved" in says(lighthouse, "a", saved=True).leave
+
+
+def all_noticed(before="", **entries):
+    """Return a leader whose members a, b and c have notice and storage; ``before`` was told to save."""
+    lighthouse = started("a b c", record_of("a b c", epoch=1, **entries))
+    for peer in lighthouse.core.state.liveness.peers.values():
+        peer.beat = m.Heartbeat(1, 1, 1, 5, noticed=True)
+    lighthouse.now += 1.0
+    assert not before or says(lighthouse, before).save
+    return lighthouse
+
+
+def savers_of(lighthouse, **more):
+    """The members that the leader tells to save at their next heartbeats, by name."""
+    lighthouse.now += 1.0
+    return [name for name in "abc" if says(lighthouse, name, **more.get(name, {})).save]
+
+
+def test_of_the_members_that_stay_the_one_that_is_longest_in_the_job_saves():
+    """A member without a leader chooses the same one: a lighthouse may die between the two choices."""
+    assert savers_of(all_noticed(a={"since": 3}, b={"since": 2}, c={"since": 2})) == ["b"]
+
+
+def test_no_second_member_saves_when_the_first_one_leaves():
+    """Seed 90108 of notice worlds: an epoch in which the member leaves was written while it was told."""
+    lighthouse = all_noticed(before="a")
+    lighthouse.core.state.record = record_of("a b c", epoch=1, a={"leaving": True})
+    assert savers_of(lighthouse) == ["a"]
+
+
+def test_the_member_that_says_that_it_saves_goes_on_with_it_under_another_leader():
+    lighthouse = all_noticed()
+    assert says(lighthouse, "c", saves=True).save
+    assert savers_of(lighthouse, c={"saves": True}) == ["c"]
+
+
+def test_no_second_member_saves_while_the_first_one_has_lost_its_session_only():
+    lighthouse = all_noticed(before="a")
+    lighthouse.status("a")
+    lighthouse.do(io.SessionClosed("a", 1))
+    lighthouse.now += 1.0
+    assert not says(lighthouse, "b").save
+
+
+def test_the_next_member_saves_when_the_first_one_is_gone():
+    lighthouse = all_noticed(before="a")
+    lighthouse.status("a", "gone")
+    lighthouse.now += 1.0
+    assert says(lighthouse, "b").save
+
+
+def test_the_order_to_save_is_taken_back_while_a_member_without_notice_stays():
+    lighthouse = started(record=record_of("a b", epoch=1))
+    says(lighthouse, "b", noticed=False)
+    ack = says(lighthouse, "a", saves=True)
+    assert ack.goes_on and not ack.save
+    lighthouse.open("b", generation=1, step=5, epoch=1)
+    lighthouse.now += 1.0
+    assert not says(lighthouse, "a", saves=True).goes_on, "it is not known whether b has notice"
 
 
 def test_members_without_storage_may_end_at_once():

@@ -50,7 +50,7 @@ def test_a_member_without_a_leader_tries_again_to_save_the_state():
     assert trainer.found(io.TakeSnapshot) == [io.TakeSnapshot(0, durable=True)]
 
 
-def test_a_member_that_saved_alone_takes_further_steps_when_a_leader_drains_it():
+def test_a_member_that_saves_alone_says_so_and_takes_further_steps_when_another_stays():
     """Found in review: the others waited for its part in the next step until its host was killed."""
     trainer = told()
     trainer.peer("b", contribution(FIRST, 0, (2, 3)))
@@ -63,11 +63,29 @@ def test_a_member_that_saved_alone_takes_further_steps_when_a_leader_drains_it()
     trainer.do(io.Saved(1))
     trainer.do(io.LeaderConnected())
     (beat,) = trainer.said(m.Heartbeat)
-    assert (beat.step, beat.saved) == (1, True)
+    assert (beat.step, beat.saves, beat.saved) == (1, True, True)
     trainer.leader(m.Epoch(FIRST), m.HeartbeatAck(beat.number))
     assert not trainer.found(io.Compute), "perhaps every member has notice"
-    a, b = {"stores": True, "leaving": True}, {"stores": True}
-    trainer.leader(m.Epoch(record_of("a b", epoch=2, forced=1, a=a, b=b)))
-    assert trainer.found(io.Compute) == [io.Compute(1, (0, 1))]
+    takes_the_order_back(trainer, beat.number, 1)
+
+
+def takes_the_order_back(trainer, number, step):
+    trainer.leader(m.HeartbeatAck(number, goes_on=True))
+    assert trainer.found(io.Compute) == [io.Compute(step, (0, 1))]
     (beat,) = trainer.said(m.Heartbeat)
-    assert not beat.saved and not beat.busy, "the next step is not saved, and the others wait no hour for it"
+    assert not beat.saves and not beat.saved, "the next step is not saved"
+    assert not beat.busy, "the others wait no hour for it"
+
+
+def test_a_member_that_was_told_to_save_says_so_at_once_and_takes_further_steps_when_another_stays():
+    """Seed 91046 of notice worlds: a later member without notice waited for the saver's part."""
+    trainer = told()
+    trainer.leader(m.HeartbeatAck(100, save=True))
+    (beat,) = trainer.said(m.Heartbeat)
+    assert beat.saves and not beat.saved, "it is still in its round"
+    trainer.peer("b", contribution(FIRST, 0, (2, 3)))
+    trainer.do(io.Exchanged(1, 0, "g0"))
+    trainer.peer("b", vote(FIRST, 0))
+    trainer.do(io.Ready(1, "d1"))
+    assert trainer.found(io.TakeSnapshot) == [io.TakeSnapshot(1, durable=True)]
+    takes_the_order_back(trainer, 101, 1)

@@ -15,12 +15,16 @@ from fabric.model import SnapshotRef
 from fabric.protocol.messages import member_events as io
 
 KINDS = ("all at once", "one by one", "all but one", "no lighthouse", "the saver dies", "slow storage")
+# What happens when the first member begins to save: nothing, or the leader loses sight of it.
+DISTURBANCES = ("", "session", "leader")
 REQUIRED = (
     *(f"notice: {kind}" for kind in KINDS),
     "notice: saved",
     "notice: a job of one writer",
     "notice: drained",
     "notice: the saver was killed",
+    "notice: the saver lost its session",
+    "notice: another leader came while one saved",
     "notice: began from the saved state",
 )
 NOTICE_S = 8.0  # from the notice of a host to its end
@@ -54,6 +58,7 @@ class NoticeWorld(World):
     def __init__(self, seed: int, tracing: bool = False) -> None:
         self.storage: list[SnapshotRef] = []
         self.kind = KINDS[seed % len(KINDS)]
+        self.disturbance = DISTURBANCES[seed // len(KINDS) % len(DISTURBANCES)]
         self.leaving: set[str] = set()
         self.savers: list[str] = []
         self.generation = 0  # of the job when the notice came
@@ -68,9 +73,12 @@ class NoticeWorld(World):
     def begin_saving(self, trainer: Trainer, ref: SnapshotRef) -> None:
         """Let the checkpoint server write this state; the trainer hears of the end if it still lives."""
         self.savers.append(trainer.name)
-        demand(trainer.host in self.leaving, f"{trainer.name} saves without notice")
         record = self.store.record
-        others = [x for x in (record.roster if record else ()) if x.replica != trainer.host and not x.leaving]
+        roster = record.roster if record is not None else ()
+        stay = [x.replica for x in roster if x.replica not in self.leaving and not x.joining]
+        demand(not stay, f"{trainer.name} saves the state, and {stay} hold it without notice")
+        others = [x for x in roster if x.replica != trainer.host and not x.leaving]
+        self._disturb(trainer)
         if self.kind == "the saver dies" and len(self.savers) == 1 and others:
             self.clockwork.counts["notice: the saver was killed"] += 1
             self.clockwork.at(self.clockwork.between(0.0, 0.3), lambda: self._kill(trainer.host))
@@ -83,6 +91,18 @@ class NoticeWorld(World):
             trainer.feed(io.Saved(ref.step))
 
         trainer.server.after(seconds, written)
+
+    def _disturb(self, trainer: Trainer) -> None:
+        """End the session of the first saver for a moment, or let its lighthouse die; who saves stays so."""
+        leader = next((x.name for x in self.lighthouses.values() if x.leads), "")
+        if self.disturbance == "session" and leader:
+            self.clockwork.counts["notice: the saver lost its session"] += 1
+            self.network.reset_between(trainer.host, leader)
+        elif self.disturbance == "leader" and leader:
+            self.clockwork.counts["notice: another leader came while one saved"] += 1
+            self.kill_lighthouse(leader)
+            self.clockwork.at(0.1, lambda: self.start_lighthouse(leader))
+        self.disturbance = ""
 
     def listed(self) -> tuple[SnapshotRef, ...]:
         return tuple(self.storage[-16:])
@@ -147,7 +167,6 @@ class NoticeWorld(World):
         newest = max(((x.generation, x.step) for x in self.storage), default=(0, 0))
         if self.kind == "all but one":
             demand(self.checks.newest[0] == self.generation, "the job began again beside a living member")
-            demand(not self.storage, "a state was saved while a member without notice held it")
         elif self.kind != "slow storage":
             demand(newest >= self.checks.newest, f"{self.checks.newest} was committed, {newest} is saved")
             self._count_savers()

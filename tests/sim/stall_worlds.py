@@ -85,7 +85,9 @@ class StallWorld(World):
             self.returned = self.clockwork.now
         if self.alone and effect.kind == "evicting":
             fair = effect.about == self.culprit
-            demand(fair, f"{effect.about} is blamed ({effect.why}) while {self.culprit} is {self.kind}")
+            demand(
+                fair, f"{effect.about} is blamed ({effect.why}), and only {self.culprit} is ever {self.kind}"
+            )
 
 
 def seeds_of(kind: str) -> range:

@@ -30,7 +30,7 @@ def drain_nobody(patch):
 
 
 def save_nothing_without_a_leader(patch):
-    patch.setattr(SnapshotServing, "is_to_save", lambda serving: serving.must_save)
+    patch.setattr(SnapshotServing, "is_to_save", lambda serving: serving.saves)
 
 
 def give_up_when_the_saver_dies(patch):
@@ -40,6 +40,33 @@ def give_up_when_the_saver_dies(patch):
         "is_to_save",
         lambda serving: is_to_save(serving) and serving._epochs.current.names[0] == serving._context.replica,
     )
+
+
+def choose_the_saver_again_at_each_look(patch):
+    look = OperatorOrders._look
+
+    def chosen(orders, record):
+        able = [
+            (x.leaving, x.replica)
+            for x in record.roster
+            if x.stores and x.replica in orders._beats(record.roster)
+        ]
+        return replace(look(orders, record), saver=min(able)[1] if able else "")
+
+    patch.setattr(OperatorOrders, "_look", chosen)
+
+
+def save_although_a_member_without_notice_has_come(patch):
+    heed = SnapshotServing.heed
+    patch.setattr(SnapshotServing, "heed", lambda serving, ack: heed(serving, replace(ack, goes_on=False)))
+
+
+@pytest.mark.parametrize(
+    ("mutate", "seed"),
+    [(choose_the_saver_again_at_each_look, 90108), (save_although_a_member_without_notice_has_come, 91046)],
+)
+def test_the_seed_that_found_a_wrong_answer_to_a_notice_notices_it_again(mutate, seed):
+    noticing.find(mutate, "notice", (seed,))
 
 
 @pytest.mark.parametrize(

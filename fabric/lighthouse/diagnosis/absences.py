@@ -132,7 +132,7 @@ def counts(core: LeaderCore, absent: Sequence[Absence]) -> tuple[int, int]:
     """
     record = core.state.record
     if record is None:
-        able = core.starts.startable()
+        able = len(core.starts.candidates())
         return able, max(core.state.config.policy.start_replicas, able + len(absent))
     training = len(record.roster) - sum(absence.is_member for absence in absent)
     lost = sum(absence.state != LEFT for absence in absent)

@@ -137,13 +137,13 @@ class WaitSentence:
 
 
 def _waiting_to_start(core: LeaderCore, now: float) -> str:
-    policy, wait_s = core.state.config.policy, core.starts.start_wait_s
-    there, count = sum(peer.connected for peer in core.state.liveness.peers.values()), core.starts.startable()
+    policy, wait_s, able = core.state.config.policy, core.starts.start_wait_s, core.starts.candidates()
+    there, count = sum(peer.connected for peer in core.state.liveness.peers.values()), len(able)
     doubted = f", and {there - count} more a session but no sign of life" if there > count else ""
     if count < core.limits.least:
         return f"replicas to start with: {count} of at least {core.limits.least} have a session{doubted}"
     is_first = core.state.record is None and count >= policy.start_replicas
-    awaited = core.starts.awaited_own_state(core.starts.candidates()) if is_first else None
+    awaited = core.starts.awaited_own_state(able) if is_first else None
     if awaited is not None:
         session, until_s = awaited.session, core.starts.own_state_until(awaited)
         return (

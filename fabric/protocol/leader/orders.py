@@ -30,8 +30,9 @@ class NoticedRoster:
     record: Record | None = None
     at: float = -math.inf
     is_whole: bool = False  # whether each member that stays has notice; if not, the rest is not known
+    goes_on: bool = False  # whether a member that stays has said that it has no notice
     saved: int = -1  # the step of the saved state; negative: no state is saved yet
-    saver: str = ""  # the member that saves the state; empty: no connected member has storage
+    saver: str = ""  # the living member that saves the state; empty: none of them has storage
     is_over: bool = False  # whether only members that have saved the state are connected
 
 
@@ -52,11 +53,8 @@ class OperatorOrders:
             self.state.is_decided(record) and self.state.is_short(record)
         ):
             return False
-        source = (
-            f"scaled {self.limits.overrides.scaled}"
-            if self.limits.overrides.min_replicas
-            else "as its replicas ask for"
-        )
+        orders = self.limits.overrides
+        source = f"scaled {orders.scaled}" if orders.min_replicas else "as its replicas ask for"
         why = f"the job needs {counted(self.limits.least, 'replica')}: {source}"
         self.writer.write_epoch(record, record.roster, forced=True, why=why)
         return True
@@ -73,17 +71,14 @@ class OperatorOrders:
                 continue
             self.draining[member.replica] = f"no longer wanted: scaled {self.limits.overrides.scaled}"
 
-    def _beat_of(self, member: Member) -> m.Heartbeat | None:
-        peer = self.state.liveness.peers.get(member.replica)
-        return peer.beat if peer is not None and peer.process == member.process else None
-
-    def _is_connected(self, member: Member) -> bool:
-        peer = self.state.liveness.peers.get(member.replica)
-        return peer is not None and peer.connected and peer.process == member.process
-
-    def _is_noticed(self, member: Member) -> bool:
-        beat = self._beat_of(member)
-        return beat is not None and beat.noticed
+    def _beats(self, roster: Iterable[Member]) -> dict[str, m.Heartbeat]:
+        """The newest heartbeats of these processes, by replica."""
+        peers = self.state.liveness.peers
+        return {
+            x.replica: peer.beat
+            for x in roster
+            if (peer := peers.get(x.replica)) and peer.process == x.process and peer.beat
+        }
 
     def heed(self, peer: Peer, ack: m.HeartbeatAck) -> m.HeartbeatAck:
         """Rule 15: answer a process that has notice.
@@ -98,7 +93,7 @@ class OperatorOrders:
             return replace(ack, leave=UNUSED) if beat.is_outside else ack
         notices = self._look(record)
         if not notices.is_whole:
-            return ack
+            return replace(ack, goes_on=notices.goes_on)
         if notices.saved >= 0:
             why = f"had notice, as has every replica, and the state of step {notices.saved} is saved"
             return replace(ack, leave=why) if not beat.saved or notices.is_over else ack
@@ -110,20 +105,29 @@ class OperatorOrders:
         now, last = self.state.now, self.noticed
         if last.record is record and now - last.at < len(record.roster) / ROWS_PER_S:
             return last
-        self.noticed = NoticedRoster(record, now)
-        if all(x.leaving or self._is_noticed(x) for x in record.roster):
-            connected = tuple(x for x in record.roster if self._is_connected(x))
-            beats = [b for x in connected if (b := self._beat_of(x)) is not None and b.noticed]
-            saved = next((b.step for b in beats if b.saved), -1)
-            # A leaving member saves only if no other lives.
-            able = [(x.leaving, x.replica) for x in connected if x.stores and not x.joining]
-            saver = min(able)[1] if able else ""
-            self.noticed = NoticedRoster(record, now, True, saved, saver, all(b.saved for b in beats))
+        beats, peers = self._beats(record.roster), self.state.liveness.peers
+        staying = [beats.get(x.replica) for x in record.roster if not x.leaving]
+        if not all(beat and beat.noticed for beat in staying):
+            goes_on = any(beat and not beat.noticed for beat in staying)
+            self.noticed = NoticedRoster(record, now, goes_on=goes_on)
+            return self.noticed
+        there = [beat for name, beat in beats.items() if beat.noticed and peers[name].connected]
+        saved = next((beat.step for beat in there if beat.saved), -1)
+        saves = {name for name, beat in beats.items() if beat.saves}
+        # One member writes: while one that saves, or was told to, lives, no other is told.
+        able = [
+            (x.replica not in saves, x.replica != last.saver, x.leaving, x.since, x.replica)
+            for x in record.roster
+            if x.stores and not x.joining and not self.state.liveness.failure_reason(x, now)
+        ]
+        saver, is_over = min(able)[-1] if able else "", all(beat.saved for beat in there)
+        self.noticed = NoticedRoster(record, now, True, saved=saved, saver=saver, is_over=is_over)
         return self.noticed
 
     def _drain_noticed(self, record: Record) -> None:
         """Rule 15: drain members with notice while a member without notice stays."""
-        noticed = {x.replica for x in record.roster if not x.leaving and self._is_noticed(x)}
+        beats = self._beats(x for x in record.roster if not x.leaving)
+        noticed = {name for name, beat in beats.items() if beat.noticed}
         if not noticed:
             return
         staying = [x for x in record.roster if not x.leaving and x.replica not in noticed]

@@ -166,7 +166,7 @@ class Starts:
         return True
 
     def awaited_own_state(self, peers: list[Peer]) -> Peer | None:
-        """The replica whose script begins at the newest step, while no server says that it holds that state.
+        """The replica with the newest first state, if others need it, while no server says that it holds it.
 
         The leader waits for the grace period, because a trainer copies its state while it registers.
         """
@@ -174,7 +174,7 @@ class Starts:
             return None
         live, newest = self.state.liveness, max(peers, key=lambda p: p.session.step)
         has_run = any(p.session.generation or p.session.known_generation for p in peers)
-        if not newest.session.step or newest.session.ranks or has_run:
+        if has_run or (not newest.session.step and len({p.session.digest for p in peers}) == 1):
             return None
         if live.durable() or self.state.now >= self.own_state_until(newest):
             return None
@@ -193,9 +193,6 @@ class Starts:
         """
         wait_s = self.state.config.policy.start_wait_s
         return wait_s if self.state.record is None else min(wait_s, COLD_WAIT_S)
-
-    def startable(self) -> int:
-        return len(self.candidates())
 
     def candidates(self) -> list[Peer]:
         """The replicas that could begin a generation: with penalties only if the other replicas are too few.

@@ -121,7 +121,7 @@ class MemberCore:
                 self._advance()
                 self.link_watch.probe_when_due()
                 if self.session.is_beat_due:  # checked first, because listing the missing members takes long
-                    self.session.beat(self.rounds.missing())
+                    self.session.beat(self.rounds.missing(), self.serving.saves, self.serving.saved)
         return context.effects
 
     def next_deadline(self) -> float | None:

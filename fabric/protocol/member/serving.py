@@ -32,16 +32,15 @@ class SnapshotServing:
     listeners: set[str] = field(default_factory=set)  # joining members that replay published gradients
     snapshotting: int = -1  # the step of the snapshot that is being taken
     noticed_at: float = math.inf  # when this process got notice
-    must_save: bool = False  # whether the leader says that this member saves the state for all
-    alone: bool = False  # whether this member has decided to save it, because no leader answered
+    saves: bool = False  # whether I save the state for all, as the leader says or because none answers
     saving: int = -1  # the step whose state is being saved, or is saved
+    saved: bool = False  # whether the state where I have stopped is in durable storage
     _save_at: float = -math.inf  # the earliest time of the next try
 
     def on_serve(self, message: m.TakeSnapshotFor) -> None:
         if self._epochs.mode not in (Mode.RUN, Mode.CATCH_UP) or message.step < self._memory.state.step:
-            self._context.emit(
-                io.SendLeader(m.SnapshotMissed(self._epochs.fence(), message.joiner, message.step))
-            )
+            missed = m.SnapshotMissed(self._epochs.fence(), message.joiner, message.step)
+            self._context.emit(io.SendLeader(missed))
             # The leader knows only an older step of this member: send this step and each later step at once.
             self._session.contact.asked = self._context.now
             self._session.hurry()
@@ -76,13 +75,11 @@ class SnapshotServing:
                 self._context.emit(io.SendLeader(reply))
 
     def snapshot_when_due(self) -> None:
-        due = (
-            self._epochs.mode in (Mode.RUN, Mode.CATCH_UP)
-            and self._memory.state.step in self.promised.values()
-        )
-        if due and self.snapshotting != self._memory.state.step:
-            self.snapshotting = self._memory.state.step
-            self._context.emit(io.TakeSnapshot(self._memory.state.step))
+        step = self._memory.state.step
+        due = self._epochs.mode in (Mode.RUN, Mode.CATCH_UP) and step in self.promised.values()
+        if due and self.snapshotting != step:
+            self.snapshotting = step
+            self._context.emit(io.TakeSnapshot(step))
 
     # --- notice --------------------------------------------------------------------------------------
 
@@ -94,7 +91,12 @@ class SnapshotServing:
 
     def heed(self, ack: m.HeartbeatAck) -> None:
         """Rule 13: follow the leader's answer to my notice."""
-        self.must_save = self.must_save or ack.save
+        if ack.save and not self.saves:
+            self.saves = True
+            self._session.hurry()  # a leader names no other member while one says that it saves
+        elif ack.goes_on and self.saves:
+            self.saves, self.saving, self.saved = False, -1, False
+            self._session.on_busy(io.Busy("", 0.0))
         if ack.leave:
             self._context.stop(RESTART, ack.leave)
 
@@ -110,14 +112,10 @@ class SnapshotServing:
 
     def is_to_save(self) -> bool:
         """Rule 13: whether I save the state for all, because the leader says so or does not answer."""
-        me = self._epochs.newest.member(self._context.replica) if self._epochs.newest is not None else None
         if self._context.now >= self._alone_at:
-            self.alone = self.alone or writer_of(self._epochs.current, storing=True) == self._context.replica
-        elif self.alone and me is not None and me.leaving and not self.must_save:
-            # A member without notice stays, and needs my part in the steps before I leave.
-            self.alone, self.saving, self._session.saved = False, -1, False
-            self._session.on_busy(io.Busy("", 0.0))
-        return self.must_save or self.alone
+            is_writer = writer_of(self._epochs.current, storing=True) == self._context.replica
+            self.saves = self.saves or is_writer
+        return self.saves
 
     def save(self) -> None:
         """Rule 13: write the state of this step boundary to storage. No member goes beyond it without me."""
@@ -132,5 +130,5 @@ class SnapshotServing:
         if event.step == self.saving and event.why:
             self.saving, self._save_at = -1, self._context.now + AGAIN_S
         elif event.step == self.saving:
-            self._session.saved = True
+            self.saved = True
             self._session.hurry()

@@ -26,12 +26,10 @@ class LighthouseSession:
         self.busy_s = 0.0  # seconds that the announced work may last
         self.last_times: StepTimes | None = None  # times of the newest step, for the next heartbeat
         self._times_step = 0  # the step of ``last_times``
-        self._earlier: deque[EarlierStep] = deque(
-            maxlen=MOST_EARLIER
-        )  # steps before, since the last heartbeat
+        # The steps before the newest, since the last heartbeat.
+        self._earlier: deque[EarlierStep] = deque(maxlen=MOST_EARLIER)
         self._measure = 0  # number of the newest micro-benchmark that the leader asked for
         self.echo = ""  # the member that the newest micro-benchmark echoes; empty: it measures the device
-        self.saved = False  # whether the state where I have stopped is in durable storage
         self._measured = 0  # number of the newest micro-benchmark that the main thread got
 
     def ask_measure(self, number: int, echo: str = "") -> None:
@@ -95,7 +93,7 @@ class LighthouseSession:
     def is_beat_due(self) -> bool:
         return self.contact.connected and self._context.now >= self.contact.next_beat
 
-    def beat(self, waiting_for: tuple[str, ...]) -> None:
+    def beat(self, waiting_for: tuple[str, ...], saves: bool, saved: bool) -> None:
         """Send a heartbeat; my round waits for a message of each member in ``waiting_for``."""
         contact = self.contact
         contact.number += 1
@@ -122,7 +120,8 @@ class LighthouseSession:
                     lost_bytes=self._epochs.links.lost_bytes,
                     micro_batches=self._memory.plan.micro_batches,
                     noticed=self._context.noticed,
-                    saved=self.saved,
+                    saved=saved,
+                    saves=saves,
                 )
             )
         )

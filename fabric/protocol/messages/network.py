@@ -180,6 +180,7 @@ class HeartbeatAck:
     measure: Int64 = 0  # run micro-benchmark number ``measure`` before the next step; 0: run none
     echo: str = ""  # the member that the micro-benchmark echoes; empty: it measures the device
     save: bool = False  # stop at the next step boundary, and write the state there to durable storage
+    goes_on: bool = False  # a member without notice stays: take part until you are drained, and save nothing
     leave: str = ""  # why a member with notice may end now, in a sentence; empty: it goes on
 
 
@@ -265,6 +266,7 @@ class Heartbeat:
     micro_batches: Int64 = 0  # the number of micro-batches in a step now; 0: an older version
     noticed: bool = False  # this process has notice that it will be killed soon
     saved: bool = False  # it has stopped at ``step``, and this state is in durable storage
+    saves: bool = False  # it saves the state for all, or has saved it
 
     @property
     def is_linking(self) -> bool:

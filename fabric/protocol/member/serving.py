@@ -105,11 +105,15 @@ class SnapshotServing:
 
     def save_deadline(self) -> float | None:
         """When to decide without the leader, or to try again; None without such a time."""
+        if self.noticed_at == math.inf and self._save_at <= self._context.now:  # nearly always
+            return None
         dues = (self._alone_at, self._save_at)
         return min((due for due in dues if self._context.now < due < math.inf), default=None)
 
     def is_to_save(self) -> bool:
         """Rule 13: whether I save the state for all, because the leader says so or does not answer."""
+        if self.noticed_at == math.inf and not self.alone:  # nearly always
+            return self.must_save
         me = self._epochs.newest.member(self._context.replica) if self._epochs.newest is not None else None
         if self._context.now >= self._alone_at:
             self.alone = self.alone or writer_of(self._epochs.current, storing=True) == self._context.replica

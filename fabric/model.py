@@ -368,6 +368,10 @@ class Record:
         return tuple(m.replica for m in self.roster)
 
     @cached_property
+    def has_blocking_join(self) -> bool:
+        return any(m.blocking_join for m in self.roster)
+
+    @cached_property
     def roster_digest(self) -> str:
         """A hash of all entries in their order, in 32 hexadecimal digits.
 

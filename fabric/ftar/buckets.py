@@ -58,8 +58,8 @@ class Bucket:
 
     def presence(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return, by parameter, the part of ``buffer`` that counts the gradients."""
-        flat = self.view(buffer)
-        return flat[flat.numel() - len(self.parameters) :]
+        begin = self.end - len(self.parameters) * self.dtype.itemsize
+        return buffer[begin : self.end].view(self.dtype)
 
     def check_gradients(self) -> None:
         """Raise ConfigError for a gradient whose form cannot be summed."""
@@ -146,7 +146,8 @@ class FlatGradients:
         """As ``gather``, for one bucket. ``is_one``: this member has the values of ``of_one``."""
         self._check_buffer(into)
         bucket.check_gradients()
-        into[bucket.gap : bucket.begin].zero_()
+        if bucket.gap < bucket.begin:
+            into[bucket.gap : bucket.begin].zero_()
         presence = bucket.presence(into).fill_(1)
         for place, ((name, parameter), (view, _)) in enumerate(
             zip(bucket.parameters, bucket.views(into), strict=True)
@@ -164,8 +165,12 @@ class FlatGradients:
 
         On a device this waits for the sum.
         """
-        counts = [bucket.presence(buffer).float() for bucket in self.buckets]
-        flags = torch.cat(counts).tolist() if counts else []
+        counts = [bucket.presence(buffer) for bucket in self.buckets]
+        if len(counts) > 1:
+            counts = [torch.cat([part.float() for part in counts])]
+        flags = counts[0].tolist() if counts else []
+        if all(flags):
+            return frozenset()
         names = [name for bucket in self.buckets for name, _ in bucket.parameters]
         return frozenset(name for name, flag in zip(names, flags, strict=True) if not flag)
 

@@ -84,3 +84,21 @@ def test_a_data_set_of_another_size_is_refused_when_a_pass_begins():
     loader.begin_step(1)
     with pytest.raises(ConfigError, match="the list has 9 samples and had 8 when the training began"):
         loader.begin_step(2)
+
+
+class Popping:
+    """A data set that uses its list of indices up."""
+
+    def __getitems__(self, indices):
+        return [indices.pop() for _ in range(len(indices))]
+
+
+def test_a_data_set_that_changes_its_list_of_indices_changes_no_other_list():
+    plan = SamplePlan(20, 8, 2, seed=4)
+    loader = loader_of(Popping(), plan, list)
+    for step, micro_batch in ((3, 2), (3, 2), (3, 0), (4, 0)):
+        samples = plan.samples(step, micro_batch)
+        assert loader.samples(step, micro_batch) == samples
+        assert loader.fetch(step, micro_batch) == samples[::-1]
+        assert loader.samples(step, micro_batch) == samples
+        assert loader.count(step, micro_batch) == len(samples)

@@ -164,6 +164,36 @@ def test_a_zero_grad_once_in_each_step_is_no_fault_wherever_it_is(to_none):
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_gradient_has_a_value_unless_all_its_elements_are_zeros_of_any_sign(dtype):
+    for size in (0, 1, 40, 1000):
+        zeros = torch.zeros(size, dtype=dtype)
+        assert not stale_gradients._has_value(zeros)
+        assert not stale_gradients._has_value(-zeros)
+        for place in {0, size // 2, size - 1} if size else ():
+            for value in (1.0, -1.0, float("nan"), torch.finfo(dtype).tiny):
+                gradient = -zeros
+                gradient[place] = value
+                assert stale_gradients._has_value(gradient)
+                assert stale_gradients._has_value(gradient[None].expand(2, size))
+
+
+def test_a_gradient_that_is_masked_in_part_is_not_dropped():
+    parameter = torch.nn.Parameter(torch.zeros(4096))
+    stale = StaleGradients([torch.optim.SGD([parameter], lr=0.1)])
+    parameter.grad = torch.zeros(4096)
+    parameter.grad[[1, 2049]] = 1.0  # the element that stays is not among the samples
+    with stale.micro_batch(False, False):
+        stale.added()
+        parameter.grad[:16] = 0.0
+    stale.added()
+    parameter.grad[:16] = 1.0
+    stale.added()
+    with pytest.raises(ConfigError, match=DROPPED), stale.micro_batch(False, False):
+        stale.added()
+        parameter.grad.data.zero_()
+
+
 def test_an_update_within_the_loop_over_the_micro_batches_is_refused():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

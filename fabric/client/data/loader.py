@@ -440,6 +440,7 @@ class Loader:
         self.fetcher = fetcher
         self.workers: Workers | None = None
         self._pass = -1  # that began last here
+        self._newest: tuple[tuple[int, int], list[Any]] = (-1, -1), []  # items of a micro-batch, asked twice
 
     @property
     def shards(self) -> list[tuple[int, int]]:
@@ -503,7 +504,16 @@ class Loader:
 
     def items(self, step: int, micro_batch: int) -> list[Any]:
         """Return the data set indices of this rank's part of a micro-batch; of a stream the positions."""
-        return self.slice.cut(self.plan.items(step, micro_batch))
+        at, items = self._newest
+        if at != (step, micro_batch):
+            items = self.slice.cut(self.plan.items(step, micro_batch))
+            self._newest = (step, micro_batch), items
+        return list(items)
+
+    def samples(self, step: int, micro_batch: int) -> list[int]:
+        """Return the samples of a micro-batch, with those of the ranks beside this one."""
+        whole = self.plan.order is None and self.slice.count == 1
+        return self.items(step, micro_batch) if whole else self.plan.samples(step, micro_batch)
 
     def fetch(self, step: int, micro_batch: int) -> Any:
         """Return one collated micro-batch."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch.utils.hooks import RemovableHandle
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -46,14 +47,17 @@ class UpdateRandomness:
         self._step = -1  # of the newest hand-over
         self._parts = 0  # optimizers whose steps have begun since then
         self._aside: Generators | None = None
+        self._hooks: list[RemovableHandle] = []
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._before)
-            optimizer.register_step_post_hook(self._after)
+            self._hooks.append(optimizer.register_step_pre_hook(self._before))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.end()))
 
     def follow_steps(self, seed: int) -> None:
         """Take ``seed``. From now on each micro-batch is seeded too."""
         self.seed, self._in_steps = seed, True
         self._aside = None
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def begin(self, step: int) -> None:
         """Seed the generators for the update of ``step``."""
@@ -72,12 +76,9 @@ class UpdateRandomness:
         seed_update(self.seed, self._step, part)
 
     def _before(self, *_: object) -> None:
-        if not self._in_steps and self._step >= 0 and self._parts:
+        if self._step >= 0 and self._parts:
             self._seed(self._parts)
         self._parts += 1
-
-    def _after(self, *_: object) -> None:
-        self.end()
 
 
 @dataclass(frozen=True, slots=True)

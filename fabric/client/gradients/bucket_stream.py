@@ -8,13 +8,15 @@ the change before any member can commit: this round is redone and all later roun
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from fabric.client.gradients.stale_gradients import StaleGradients
 from fabric.errors import RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
+
+_NOTHING = contextlib.nullcontext()
 
 
 class BucketReadiness:
@@ -57,7 +59,7 @@ class Overlap:
     """The main thread's side: finds the last backward of an order and hands over its final gradients.
 
     ``announce(step, weight)`` tells the core that the gradient of ``step`` is on its way. Hooks on the
-    parameters call ``ready``. After ``watch(False)`` the caller calls it instead (DDP).
+    parameters call ``ready``. After ``unwatch`` the caller calls it instead (DDP).
     """
 
     def __init__(
@@ -87,40 +89,30 @@ class Overlap:
             if self._usable
         ]
 
-    def watch(self, parameters: bool) -> None:
-        """Set the hooks on the parameters, or with False remove them, where the caller calls ``ready``."""
-        if not parameters:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
+    def unwatch(self) -> None:
+        """Remove the hooks on the parameters: the caller calls ``ready``, or nothing is streamed."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
-    @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[object]:
         """Enclose the user's work on one micro-batch. ``last``: it is the last micro-batch of its order."""
-        self._calls, self._last = 0, last
-        with contextlib.nullcontext() if last else self.without_sync():
-            yield
-        self._backwards_per_micro_batch = self._calls
+        self._backwards_per_micro_batch, self._calls, self._last = self._calls, 0, last
+        return _NOTHING if last else self.without_sync()
 
-    @contextlib.contextmanager
-    def backward(self, step: int, weight: float) -> Iterator[None]:
-        """Enclose one backward that adds a gradient of this ``weight``."""
+    def backward(self, step: int, weight: float, run: Callable[[], None]) -> None:
+        """Let ``run`` do one backward pass, which adds a gradient of this ``weight``."""
         if self.stale is not None:
             self.stale.begin(step)
         self._calls += 1
         self._weight += weight
-        if (
-            self._usable
-            and self._last
-            and self.stream is None
-            and self._calls == self._backwards_per_micro_batch
-            and self.may_begin()
-        ):
+        is_last = self._usable and self._last and self.stream is None
+        is_last = is_last and self._calls == self._backwards_per_micro_batch and self.may_begin()
+        if is_last:
             self._begin(step)
-            yield
+        run()
+        if is_last:
             self._end()
-        else:
-            yield
         if self.stale is not None:
             self.stale.added()
 
@@ -182,7 +174,7 @@ class Overlap:
         if not changed:
             return ""
         self._usable = False
-        self.watch(False)
+        self.unwatch()
         return (
             "a gradient was changed after the last backward of a micro-batch: this replica exchanges without "
             "overlap from now on"

@@ -79,9 +79,8 @@ class BufferWatch:
 
     def begin(self) -> None:
         """Remember the values before a forward."""
-        following = self._checked + 1
         self._marks.clear()
-        if following & (following - 1) == 0:
+        if self._checked & (self._checked + 1) == 0:
             self._remember()
 
     @torch.no_grad()
@@ -230,6 +229,7 @@ class _Carried:
         else:
             self.stand_in.grad = (self.tensor - self.before).to(self.stand_in.dtype) / scale
 
+    @torch.no_grad()
     def commit(self, total_weight: float) -> None:
         """Write the committed value into the tensor; keep the value before the step where there is none."""
         values = self.stand_in.grad
@@ -250,7 +250,7 @@ class ForwardBuffers:
     def __init__(self, model: torch.nn.Module, choices: BufferChoices) -> None:
         self._carried = [_Carried.of(model, name, choice) for name, choice in choices.carried.items()]
         self._places = self._addresses()
-        self._watch = BufferWatch(model, choices.named)
+        self.watch = BufferWatch(model, choices.named)
         self.attributes = CarriedAttributes(model, choices.named)
         self._weight = 0.0
         self.rank_means: RankMeans | None = None  # set where the ranks of a replica take means
@@ -285,18 +285,10 @@ class ForwardBuffers:
         """Remember the buffers at a step boundary, before the forward passes of the next step change them."""
         for x in self._carried:
             x.before = x.tensor.detach().clone()
-        self._places = self._addresses()
-        self._weight = 0.0
-        self._watch.begin()
+        if self._carried:
+            self._places, self._weight = self._addresses(), 0.0
+        self.watch.begin()
         self.attributes.next_batch()
-
-    def begin_micro_batch(self) -> None:
-        """Note that the forward passes of another micro-batch follow."""
-        self.attributes.next_batch()
-
-    def begin_forward(self) -> None:
-        """Note that forward follows, after what the user's code has done since the step boundary."""
-        self._watch.begin()
 
     def standing(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the value that ``tensor`` had when the step began, if it is one of these buffers.
@@ -306,7 +298,6 @@ class ForwardBuffers:
         carried = self._places.get(tensor.data_ptr()) if self._places else None
         return carried.before if carried is not None and carried.before.shape == tensor.shape else tensor
 
-    @torch.no_grad()
     def contribute(self, weight: float, scale: float = 1.0) -> None:
         """Put the buffers into the exchange, times the weight of this replica's gradient so far.
 
@@ -314,8 +305,13 @@ class ForwardBuffers:
         All ranks of a replica must call it at the same point.
         """
         if weight > 0:
-            self._watch.check()
+            self.watch.check()
             self.attributes.check()
+        if self._carried or self.rank_means is not None:
+            self._contribute(weight, scale)
+
+    @torch.no_grad()
+    def _contribute(self, weight: float, scale: float) -> None:
         for x in self._carried:
             x.take_back()
         self._places = self._addresses()
@@ -327,7 +323,6 @@ class ForwardBuffers:
         if self.rank_means is not None:
             self.rank_means.take(self.stand_ins)
 
-    @torch.no_grad()
     def commit(self, total_weight: float) -> None:
         """Write the committed values, which the stand-ins hold, into the buffers."""
         for x in self._carried:

@@ -166,8 +166,9 @@ class HostBackend:
         return self._hash.hexdigest()
 
     def _update(self, end: int) -> None:
-        self._hash.update(self._slot[self._digested : end].numpy().data)
-        self._digested = end
+        if end > self._digested:
+            self._hash.update(self._slot[self._digested : end].numpy().data)
+            self._digested = end
 
     def digest_part(self, part: torch.Tensor, seed: int) -> None:
         self._parts += xxhash.xxh3_64_intdigest(part.view(torch.uint8).numpy().data, seed)

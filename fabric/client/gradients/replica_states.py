@@ -73,7 +73,6 @@ class ReplicaStates:
         self._rows.copy_(state["rows"])
         self.hand_over()
 
-    @torch.no_grad()
     def contribute(self) -> None:
         """Put the objects' states, as they are now, into the exchange. Raises ConfigError if too large."""
         for _, stand_in in self.stand_ins:
@@ -82,7 +81,6 @@ class ReplicaStates:
             stand_in.grad = torch.zeros_like(stand_in)
             stand_in.grad[self._slot, : len(numbers)] = numbers.to(stand_in.device)
 
-    @torch.no_grad()
     def commit(self, total_weight: float) -> None:
         """Take the rows of the replicas that contributed to the committed step; the others stay."""
         for _, stand_in in self.stand_ins:

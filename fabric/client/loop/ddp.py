@@ -33,7 +33,7 @@ def ddp(model: DistributedDataParallel, session: Session | SoloSession) -> None:
     if isinstance(session, SoloSession):
         return
     overlap = session.overlap
-    overlap.watch(False)
+    overlap.unwatch()
     overlap.without_sync = model.no_sync
 
     # No annotations: DDP checks those of its hook, and torch's stubs lack the type that DDP requires.

@@ -37,6 +37,7 @@ class OptimizerWatch:
         self._parameters = {id(x) for x in parameters}
         self.attached = list(optimizers)
         self.attached += [x for x in _parts(shared) if isinstance(x, Optimizer)]
+        self._own = {id(x) for x in self.attached}
         # Others, with the step of the job in which each made its first step here.
         self._known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._hook: RemovableHandle | None = None
@@ -51,7 +52,8 @@ class OptimizerWatch:
             self._hook.remove()
 
     def _look(self, optimizer: Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and not belongs(optimizer, self.attached):
+        is_own = torch.compiler.is_compiling() or id(optimizer) in self._own
+        if not is_own and not belongs(optimizer, self.attached):
             begun = self._known.setdefault(optimizer, self.step)
             self.refuse(optimizer, lasts=begun != self.step)
 
@@ -75,8 +77,6 @@ class OptimizerWatch:
 
 def belongs(optimizer: Optimizer, attached: Sequence[Optimizer]) -> bool:
     """Return whether an optimizer is one of ``attached``, or wraps it, or is wrapped by it."""
-    if any(x is optimizer for x in attached):  # nearly always, and once for each step of an optimizer
-        return True
     groups = {id(x) for x in getattr(optimizer, "param_groups", ())}
     inside = {id(x) for x in _parts([optimizer])}
     return any(

@@ -252,16 +252,17 @@ class Session(SessionCollectives):
 
     def run_step(self, step: Step) -> Iterator[Any]:
         """Yield the micro-batches of ``step``: own, then inherited ones. Only Step calls this."""
-        data, seed = self._data, self._data.loader.plan.seed
+        loader, first = self._data.loader, self._data.first_step
         order, crash_marker, stale = self._first_order, self._parts.crash_marker, self.stale
         following = order.micro_batches if isinstance(order, io.Compute) else ()
         if following:
             self._watch.begin_step()
         self._clock.end_update()  # with user code before the micro-batches, such as an evaluation
         while isinstance(order, io.Compute):
-            data.read_ahead(self._state.hand_over(), order.micro_batches)
-            self._parts.buffers.begin_forward()
-            filled = data.with_samples(order.step, order.micro_batches)
+            at = order.step - first
+            loader.read_ahead(self._state.hand_over() - first, order.micro_batches)
+            self._parts.buffers.watch.begin()  # after what the user's code has done since the boundary
+            filled = loader.plan.with_samples(at, order.micro_batches)
             if order is self._first_order and not filled:
                 # A loop that zeroes at its head has left the average of the step before.
                 for _, parameter in self._state.gradients.parameters:
@@ -270,11 +271,11 @@ class Session(SessionCollectives):
                 self._progress.at = (order.step, micro_batch)
                 crash_marker.at(order.step, micro_batch)
                 self._parts.points.hit("forward", order.step, self._progress.micro_batch)
-                samples = self._progress.samples[micro_batch] = data.samples(order.step, micro_batch)
-                batch = data.fetch(order.step, micro_batch)
-                seed_everything(seed, order.step, micro_batch)
-                self._parts.buffers.begin_micro_batch()
-                step.weight.begin(data.count(order.step, micro_batch))
+                samples = self._progress.samples[micro_batch] = loader.samples(at, micro_batch)
+                batch = loader.fetch(at, micro_batch)
+                seed_everything(loader.plan.seed, order.step, micro_batch)
+                self.handover.attributes.next_batch()
+                step.weight.begin(loader.count(at, micro_batch))
                 is_first = order is self._first_order and left == 1 - len(filled)
                 watched = stale.micro_batch(is_first, len(filled) == 1, not self.settings.retain_gradients)
                 with watched, self.overlap.micro_batch(last=left == 0):
@@ -282,7 +283,7 @@ class Session(SessionCollectives):
                 self._clock.count(micro_batch, step.weight.take_work(len(samples)))
             crash_marker.clear()
             self._progress.at = None
-            data.expect(order.step + 1, following)
+            loader.expect(at + 1, following)
             self._post_computed(order, step.weight.take(p for _, p in self._state.gradients.parameters))
             order = self.orders.next()
         self._end_step(step, order)

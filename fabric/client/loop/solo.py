@@ -41,13 +41,14 @@ class SoloStep:
         self.weight = StepWeight()
 
     def __iter__(self) -> Iterator[Any]:
-        plan, part = self._data.loader.plan, self._data.loader.slice
-        filled = self._data.with_samples(self.number, range(plan.micro_batches))
-        self._data.read_ahead(self.number, filled)
+        loader, at = self._data.loader, self.number - self._data.first_step
+        plan, part = loader.plan, loader.slice
+        filled = plan.with_samples(at, range(plan.micro_batches))
+        loader.read_ahead(at, filled)
         stale = self._session.stale
         for number, micro_batch in enumerate(filled):
-            batch = self._data.fetch(self.number, micro_batch)
-            self.weight.begin(self._data.count(self.number, micro_batch))
+            batch = loader.fetch(at, micro_batch)
+            self.weight.begin(loader.count(at, micro_batch))
             seed_everything(plan.seed, self.number, micro_batch)
             with stale.micro_batch(number == 0, len(filled) == 1):
                 yield batch

@@ -5,6 +5,7 @@ In the weight of its gradient each micro-batch counts once, however often backwa
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,8 +141,8 @@ class Step:
         share = self.add_weight(weight, work)
         if not share and self._session.layout.ranks == 1:
             return  # the loss may be 0/0; the ranks of one replica all go through the backward pass
-        with self._session.overlap.backward(self.number, self.weight.so_far - before):
-            (loss * share).backward(**options)  # type: ignore[no-untyped-call]
+        run = partial((loss * share).backward, **options)
+        self._session.overlap.backward(self.number, self.weight.so_far - before, run)
 
     def add_weight(self, weight: float | None = None, work: float | Iterable[float] | None = None) -> float:
         """Count a gradient that other code (such as a pipeline schedule) has added; return its weight.

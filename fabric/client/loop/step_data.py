@@ -27,13 +27,7 @@ class StepData:
         self.first_step = 0  # the step at which the loader's order begins
         self._loaders: dict[int, Loader] = {}  # all loaders by identity; their threads end with the session
         self._made: dict[int, int] = {}  # for each of them, the number of steps in the calls so far
-        self._loader: Loader | None = None
-
-    @property
-    def loader(self) -> Loader:
-        """The loader of the present call."""
-        assert self._loader is not None
-        return self._loader
+        self.loader: Loader  # of the present call
 
     def enter(self, loader: Loader, until: int, first_step: int | None) -> None:
         """Begin a call. Raises ConfigError where it shares the work out in another way than the calls before.
@@ -57,7 +51,7 @@ class StepData:
             )
         if key not in self._loaders:
             refuse_memory(loader.fetcher.collate, getattr(loader.fetcher, "dataset", None))
-        self._loaders[key], self._loader = loader, loader
+        self._loaders[key] = self.loader = loader
         if loader.scale_lr and self._presence is None:
             self._presence = PresenceFactor(self._optimizers)
         self._made[key] = self.begin - self.first_step + length
@@ -76,27 +70,7 @@ class StepData:
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
         """Return the samples of one micro-batch."""
-        return self.loader.plan.samples(step - self.first_step, micro_batch)
-
-    def with_samples(self, step: int, micro_batches: Iterable[int]) -> list[int]:
-        """Return the micro-batches that are not empty."""
-        return list(self.loader.plan.with_samples(step - self.first_step, micro_batches))
-
-    def count(self, step: int, micro_batch: int) -> int:
-        """Return the number of this rank's samples of a micro-batch."""
-        return self.loader.count(step - self.first_step, micro_batch)
-
-    def read_ahead(self, step: int, micro_batches: Iterable[int]) -> None:
-        """As ``Loader.read_ahead``."""
-        self.loader.read_ahead(step - self.first_step, micro_batches)
-
-    def expect(self, step: int, micro_batches: Iterable[int]) -> None:
-        """As ``Loader.expect``."""
-        self.loader.expect(step - self.first_step, micro_batches)
-
-    def fetch(self, step: int, micro_batch: int) -> Any:
-        """As ``Loader.fetch``."""
-        return self.loader.fetch(step - self.first_step, micro_batch)
+        return self.loader.samples(step - self.first_step, micro_batch)
 
     def present(self, step: int, counted: Iterable[int]) -> None:
         """Scale the learning rates for the micro-batches that a gradient has, where ``scale_lr`` asks.
@@ -104,7 +78,8 @@ class StepData:
         Micro-batches without a sample are not missed.
         """
         if self._presence is not None:
-            filled = set(self.with_samples(step, range(self.loader.plan.micro_batches)))
+            plan = self.loader.plan
+            filled = set(plan.with_samples(step - self.first_step, range(plan.micro_batches)))
             present = filled & set(counted) if self.loader.scale_lr else filled
             self._presence.present(len(present), len(filled))
 

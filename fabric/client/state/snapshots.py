@@ -589,8 +589,11 @@ class Snapshots:
                 self._copier.fence()
                 if not self._on_device:
                     taking.copied.wait()
+            is_over = taking.ended.is_set()
             self._settle(taking)
             taking.demand_unchanged()
+            if is_over:
+                self._taking = None
         self._digests.finish()
 
     def digest(self, view: StateView) -> str:

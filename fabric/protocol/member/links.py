@@ -90,7 +90,7 @@ class LinkWatch:
         round_ = self._rounds.round
         if round_ is None or round_.gradient_digest:
             return None
-        if round_.contributed and any(x.blocking_join for x in round_.record.roster):
+        if round_.contributed and round_.record.has_blocking_join:
             return self._context.now if round_.tested_at == math.inf else round_.tested_at + TEST_AGAIN_S
         if round_.begun < 0 or round_.tested_at < math.inf:
             return None

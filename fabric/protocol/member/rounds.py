@@ -58,8 +58,7 @@ class Round:
     def prepared(self) -> PreparedRound | None:
         """The prepared round, or None before the reduction is done and all contributions are here."""
         names = self.record.names
-        complete = len(self.contributions) >= len(names) and all(n in self.contributions for n in names)
-        if not self.gradient_digest or not complete:
+        if not self.gradient_digest or not self.contributions.keys() >= set(names):
             return None
         parts = [self.contributions[n] for n in names]
         return PreparedRound(
@@ -81,11 +80,11 @@ class Round:
 
     def everybody_in(self) -> bool:
         """Whether my reduction has begun, and every contribution is here."""
-        return self.exchanging and all(n in self.contributions for n in self.record.names)
+        return self.exchanging and self.contributions.keys() >= set(self.record.names)
 
     def complete(self) -> bool:
         """Whether every member of the roster has voted."""
-        return len(self.votes) >= len(self.record.roster) and all(n in self.votes for n in self.record.names)
+        return len(self.votes) >= len(self.record.roster) and self.votes.keys() >= set(self.record.names)
 
     def disagreement(self) -> str:
         """Say why the votes forbid the commit, with digests by member; empty when they agree."""

@@ -107,12 +107,15 @@ class SnapshotServing:
 
     def save_deadline(self) -> float | None:
         """When to decide without the leader, or to try again; None without such a time."""
+        if self.noticed_at == math.inf and self._save_at <= self._context.now:  # nearly always
+            return None
         dues = (self._alone_at, self._save_at)
         return min((due for due in dues if self._context.now < due < math.inf), default=None)
 
     def is_to_save(self) -> bool:
         """Rule 13: whether I save the state for all, because the leader says so or does not answer."""
-        if self._context.now >= self._alone_at:
+        # Nearly always no process has notice.
+        if self.noticed_at < math.inf and self._context.now >= self._alone_at:
             is_writer = writer_of(self._epochs.current, storing=True) == self._context.replica
             self.saves = self.saves or is_writer
         return self.saves

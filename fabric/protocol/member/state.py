@@ -200,15 +200,12 @@ class CoreContext:
 
     def __init__(self, identity: MemberIdentity, config: MemberConfig, now: float) -> None:
         self.identity = identity
+        self.replica = identity.replica
         self.config = config
         self.now = now  # the time of the present event
         self.effects: list[io.Effect] = []  # the effects of the present event so far, in order
         self.stopped = False  # whether the core has stopped: it handles no further event
         self.noticed = False  # whether this process has notice that it will be killed soon
-
-    @property
-    def replica(self) -> str:
-        return self.identity.replica
 
     def stop(self, code: int, reason: str, poison: tuple[Poison, ...] = ()) -> None:
         self.emit(io.Stop(code, reason, poison))

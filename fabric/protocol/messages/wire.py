@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -106,7 +106,7 @@ def _of_head(raw: msgspec.Raw) -> object:
     text = memoryview(raw)
     if len(text) > _HEAD_BYTES:
         return bytes(text[:_HEAD_BYTES]).decode(errors="replace")
-    return decode_value(object, bytes(text), "message")
+    return _head_value(bytes(text))
 
 
 def check_version(version: object) -> None:
@@ -164,6 +164,9 @@ def decode_as(cls: type[T], value: object, path: str = "value") -> T:
         return decode_value(cls, msgspec.json.encode(value), path)
     except UnicodeEncodeError as error:
         raise ProtocolError(f"{path} has text that cannot be sent: {error}") from error
+
+
+_head_value = lru_cache(maxsize=256)(partial(decode_value, object, path="message"))
 
 
 @cache

@@ -29,15 +29,15 @@ LIMITS = {
     "writes of a part of a core into another part": 167,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 84_574,
-    "files of fabric/": 436,
+    "lines of fabric/": 84_313,
+    "files of fabric/": 433,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 2.22,
-    "functions that only forward": 92,
+    "functions that only forward": 91,
     "settings": 40,
     "flags and arguments of commands": 154,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.11,
+    "lines of fabric/ per function": 14.12,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {

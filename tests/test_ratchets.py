@@ -29,15 +29,15 @@ LIMITS = {
     "writes of a part of a core into another part": 165,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 84_574,
-    "files of fabric/": 436,
+    "lines of fabric/": 83_972,
+    "files of fabric/": 427,
     "packages over their budget of lines": 0,
-    "single-use helpers of at most four lines, per 1,000 lines": 2.22,
-    "functions that only forward": 92,
+    "single-use helpers of at most four lines, per 1,000 lines": 2.17,
+    "functions that only forward": 91,
     "settings": 40,
-    "flags and arguments of commands": 154,
+    "flags and arguments of commands": 150,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.11,
+    "lines of fabric/ per function": 14.18,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {

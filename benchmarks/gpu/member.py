@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from ftar.simulated_device import SimulatedDevice
 
 from fabric.errors import RoundAborted
-from fabric.ftar.communicators.process_group_plane import GroupPlane, NcclFactory
 from fabric.ftar.device.cuda import CudaDevice
 from fabric.ftar.device.device_ring import DeviceRing
 from fabric.ftar.plane import Ring
+from fabric.ftar.process_group_plane import GroupPlane, NcclFactory
 from fabric.ftar.reduce_ops import Reduction
 
 PRODUCT = 4096

@@ -146,7 +146,7 @@ def snapshots() -> dict[str, float]:
 def lanes(device: str = "cuda", matrices: int = 16, size: int = 2048) -> dict[str, float]:
     """GB/s of the copies between a flat gradient and its lanes, beside a replica that cuts each matrix in two
     by rows (long pieces) or by columns (short ones)."""
-    from fabric.ftar.lanes.epoch_lanes import FlatPlaces, RankLanes
+    from fabric.ftar.lanes import FlatPlaces, RankLanes
     from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, lanes_of
     from fabric.protocol.rules.tensor_region import TensorRegion
 

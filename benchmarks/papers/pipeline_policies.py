@@ -11,16 +11,52 @@ from typing import Protocol
 
 import numpy as np
 
-from fabric.health.planning.layout import ModelCut, StageLayout, exclude
-from fabric.health.planning.partition import cut_layers, micro_batch_shares, select_group
+from fabric.health.planning import cut_layers, micro_batch_shares, select_group
 from papers.pipelines import Grid, Owners, StepWork, at_home, migrated, rerouted, step_time
 
 _MOST_RANKS = 1 << 12  # of a group
 
 
-def model_cut(layers: int, heads: int, hidden: int, most_layers: int = 0) -> ModelCut:
+@dataclass(frozen=True, slots=True)
+class GroupedModel:
+    """The layouts into which a model can be cut. Unlike the planner's, a pipeline may change its groups."""
+
+    layers: int
+    sizes: tuple[int, ...]  # allowed ranks of a stage
+    most_layers: int = 0  # layers that fit into the memory of a stage; 0: no limit
+    can_repartition: bool = True  # whether stages may have other numbers of layers
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.most_layers < 0:
+            raise ValueError("a model has at least 1 layer and no negative size: mend its description")
+
+    def group(self, speeds: list[float]) -> tuple[int, ...]:
+        """The best ranks of a stage whose ranks have these speeds (0: dead); empty where none is allowed."""
+        living = [rank for rank, speed in enumerate(speeds) if speed > 0]
+        sizes = {k for k in self.sizes if k <= len(living)}
+        sizes |= {len(speeds)} if len(living) == len(speeds) else set()
+        chosen = select_group([speeds[rank] for rank in living], sizes) if sizes else ()
+        return tuple(living[rank] for rank in chosen)
+
+    def cut(self, speeds: list[float]) -> tuple[int, ...]:
+        """The layers of stages with these speeds. Raises ValueError where they cannot hold the layers."""
+        most = self.most_layers or self.layers
+        if self.layers > most * len(speeds):
+            raise ValueError(f"{len(speeds)} stages of at most {most} layers cannot hold {self.layers}")
+        full: set[int] = set()
+        while True:  # a stage that would get more than it can hold gets that, and the others share the rest
+            others = [stage for stage in range(len(speeds)) if stage not in full]
+            rest = cut_layers(self.layers - most * len(full), [speeds[stage] for stage in others])
+            layers = dict.fromkeys(full, most) | dict(zip(others, rest, strict=True))
+            above = {stage for stage in others if layers[stage] > most}
+            if not above:
+                return tuple(layers[stage] for stage in range(len(speeds)))
+            full |= above
+
+
+def model_cut(layers: int, heads: int, hidden: int, most_layers: int = 0) -> GroupedModel:
     """A model that tensor parallelism cuts: its groups have the sizes of `group_sizes`."""
-    return ModelCut(layers, group_sizes(_MOST_RANKS, heads, hidden), most_layers)
+    return GroupedModel(layers, group_sizes(_MOST_RANKS, heads, hidden), most_layers)
 
 
 def group_sizes(ranks: int, heads: int, hidden: int, least: int = 1) -> tuple[int, ...]:
@@ -36,7 +72,7 @@ Devices = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]  # replica, sta
 class PipelineJob:
     """A job of equal replicas, each a pipeline of tensor-parallel groups."""
 
-    cut: ModelCut
+    cut: GroupedModel
     replicas: int = 2
     stages: int = 4
     group: int = 4  # number of ranks of a stage
@@ -105,9 +141,8 @@ def chosen_speeds(job: PipelineJob, devices: Devices) -> Grid:
     """The speed of each group after selective exclusion; 0 where the model allows no group."""
     speeds = np.zeros(devices.shape[:2])
     for place in np.ndindex(speeds.shape):
-        living = int((devices[place] > 0).sum())
-        if sizes := {*job.cut.allows(living), *([job.group] if living == job.group else [])}:
-            speeds[place] = select_group(dict(enumerate(devices[place].tolist())), sizes).speed
+        if chosen := job.cut.group(devices[place].tolist()):
+            speeds[place] = len(chosen) * devices[place][list(chosen)].min()
     return speeds
 
 
@@ -195,7 +230,7 @@ class ResiHp:
             # Our assumption: with migration, a stage has the sum of the replicas' speeds.
             together = speeds.sum(axis=0) if self.migrates else speeds[(speeds > 0).all(axis=1)].min(axis=0)
             if together.size and (together > 0).all():
-                layers = cut_layers(job.cut.layers, together.tolist(), job.cut.most_layers)
+                layers = job.cut.cut(together.tolist())
         if not self.migrates:
             return _whole_replicas(job, layers, speeds)
         work = job.work(layers, speeds, (job.micro_batches,) * job.replicas)
@@ -218,8 +253,9 @@ def _whole_replicas(job: PipelineJob, layers: tuple[int, ...], speeds: Grid) -> 
 class Unequal:
     """This project's policy: each replica in its own best layout, and shares by what each can compute.
 
-    The planner's own functions choose (`fabric.health.planning`). A replica that changes leaves and rejoins
-    while the others step. ``repartitions`` False keeps the layers even.
+    The planner's own functions choose (`fabric.health.planning`), and a stage of a pipeline may lose ranks. A
+    replica that changes leaves and rejoins while the others step. ``repartitions`` False keeps the layers
+    even.
     """
 
     stall_s: float = 0.5
@@ -239,17 +275,17 @@ class Unequal:
 
 
 def _own_layout(
-    job: PipelineJob, cut: ModelCut, row: np.ndarray[tuple[int, int], np.dtype[np.float64]]
+    job: PipelineJob, cut: GroupedModel, row: np.ndarray[tuple[int, int], np.dtype[np.float64]]
 ) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
     """The layers and the speeds of the stages of one replica in its best layout, None where it has none."""
-    ranks = np.arange(row.size).reshape(row.shape)
-    usual = StageLayout(tuple(map(tuple, ranks.tolist())), job.even_layers(job.stages))
-    speeds = tuple(row.reshape(-1).tolist())
+    chosen = [cut.group(stage) for stage in row.tolist()]
+    speeds = [len(x) * row[stage][list(x)].min() for stage, x in enumerate(chosen) if x]
+    if not speeds or (len(speeds) < job.stages and not cut.can_repartition):
+        return None
     try:
-        layout = exclude(usual, speeds, cut)
+        return cut.cut(speeds) if cut.can_repartition else job.even_layers(job.stages), tuple(speeds)
     except ValueError:
         return None
-    return layout.layers, layout.stage_speeds(speeds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from fabric.plan.advice import (
     process_pool,
 )
 from fabric.plan.engine import FailurePolicy, SimulatedJob, TimeLedger, simulate
-from fabric.plan.failures import FailureModel, Fixed, Poisson, Repair, WeibullRenewal
+from fabric.plan.failures import FailureModel, Fixed, Repair, WeibullRenewal
 from fabric.protocol.rules.spare import StackedShards, golomb_offsets, ring_layout
 from papers import published_pipelines
 from papers.figures import AIM, FT_HSDP, SPARE, TORCHPASS, Figure
@@ -277,7 +277,7 @@ def _after_the_first_interval(ledger: TimeLedger) -> float:
 def ft_hsdp_figures(pool: _Pool) -> Iterator[Figure]:
     """Yield the published table with fixed arrivals, and with Poisson arrivals and the published join
     stall."""
-    fixed, poisson = Fixed(1080.0), Poisson(1080.0 * 12)
+    fixed, poisson = Fixed(1080.0), WeibullRenewal(1080.0 * 12, 1.0)
     synchronous = simulate(_large_job(_FIRST_STEPS + 24 * _PERIODS), CheckpointRestart(), fixed)
     yield _within(
         "synchronous, fixed arrivals, %", FT_HSDP, 44.0, _after_the_first_interval(synchronous), 0.5
@@ -307,9 +307,9 @@ def our_figures(pool: _Pool, groups: Sequence[int] = SIZES) -> Iterator[Figure]:
     yield Figure(
         "constant batch, 98,304 GPUs, fixed arrivals, %", AIM, 94.0, share, None, share > 94, "more than"
     )
-    poisson = _Case(_large_job(5000, 0.02), ours, Poisson(1080.0 * 12))
+    poisson = _Case(_large_job(5000, 0.02), ours, WeibullRenewal(1080.0 * 12, 1.0))
     yield _told("constant batch, 98,304 GPUs, Poisson, 2 % jitter, %", AIM, pool.start(poisson)().effective)
-    spare = _Case(_large_job(5000, 0.02, spares=1), ours, Poisson(1080.0 * 12))
+    spare = _Case(_large_job(5000, 0.02, spares=1), ours, WeibullRenewal(1080.0 * 12, 1.0))
     share = pool.start(spare)().effective
     yield Figure("the same with one spare replica, %", AIM, 94.0, share, None, share > 94, "more than")
     started = []

@@ -28,7 +28,7 @@ from fabric.drill.report.documents import (
     page_of,
 )
 from fabric.drill.run.drill_loop import DrillRun
-from fabric.drill.run.running_job import RunningDrill, RunningJob, RunningOptions
+from fabric.drill.run.running_job import RunningDrill, RunningJob
 from fabric.drill.run.started_job import JobOptions
 from fabric.drill.schedule.drill_schedule import (
     DrillSchedule,
@@ -181,12 +181,10 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any], console: C
             "or with FABRIC_DRILL=1 and TLS"
         )
     schedule = _schedule(options, names, met)
-    wanted = RunningOptions(
-        client, operator_name(), options["why"], options["yes_lose_it"], options["journals"]
-    )
+    wanted = operator_name(), options["why"], options["yes_lose_it"], options["journals"]
 
     def run(folder: Path) -> DrillRecord:
-        return RunningDrill(wanted, schedule, partial(_say, console)).run()
+        return RunningDrill(running, schedule, partial(_say, console), *wanted).run()
 
     words = [f"--lighthouse {options['lighthouse']}", f"--job {client.job}"]
     why = "the lighthouse undoes the faults within ten seconds."

@@ -16,26 +16,15 @@ from fabric.runtime.http.lighthouse_client import understood
 _REPLICAS = click.IntRange(0, MOST_REPLICAS)
 
 
-def _command(action: str, help_text: str, done: str, *more: Callable[..., Any]) -> Callable[..., None]:
-    @click.command(action, help=help_text)
-    @click.argument("replica")
-    @lighthouse_options
-    @click.option("--why", required=True, help="The reason, for the record.")
-    @click.option("--who", default="", help="Who decides; by default this user at this host.")
-    def run(
-        lighthouse: str, job: str, token_file: Path | None, replica: str, why: str, who: str, **options: Any
-    ) -> None:
-        lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=True)
-        body = {**options, "replica": replica, "who": who or operator_name(), "why": why}
-        lighthouses.ask(lighthouses.path(action), body)
-        click.echo(f"{replica} of job {lighthouses.job} {done}")
+def _order(
+    action: str, help_text: str, done: str, *more: Callable[..., Any], needed: str = ""
+) -> Callable[..., None]:
+    """Return the command that orders ``action``.
 
-    for option in more:
-        run = option(run)
-    return run
+    ``done`` is what it shows, with fields of the order and of the answer. ``needed`` is what it says to an
+    order without any option of ``more``.
+    """
 
-
-def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) -> Callable[..., None]:
     @click.command(action, help=help_text)
     @lighthouse_options
     @click.option("--why", required=True, help="The reason, for the record.")
@@ -43,15 +32,16 @@ def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) ->
     def run(lighthouse: str, job: str, token_file: Path | None, why: str, who: str, **options: Any) -> None:
         lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=True)
         given = {name: value for name, value in options.items() if value is not None}
-        if action == "scale" and not given:
-            raise click.UsageError("give --min, --max or both; 0 is what the replicas themselves ask for")
-        answer = lighthouses.ask(
-            lighthouses.path(action), {**given, "who": who or operator_name(), "why": why}
-        )
+        if needed and not given:
+            raise click.UsageError(needed)
+        body = {**given, "who": who or operator_name(), "why": why}
+        answer = lighthouses.ask(lighthouses.path(action), body)
         with understood("the lighthouse"):
-            least, most = (answer[x] or "as many as its replicas ask for" for x in ("min", "max"))
-            words = [f"job {lighthouses.job} {done}".format(**given, least=least, most=most)]
-            words += [str(answer["note"])] if "note" in answer else []
+            facts = {**given, **answer, "job": lighthouses.job}
+            for name in ("min", "max"):
+                facts[name] = facts.get(name) or "as many as its replicas ask for"
+            facts["vetoed"] = ", ".join(map(str, facts.get("vetoed", ()))) or "none"
+            words = [done.format(**facts)] + ([str(answer["note"])] if "note" in answer else [])
         for line in words:
             click.echo(printable(line))
 
@@ -60,67 +50,55 @@ def _order(action: str, help_text: str, done: str, *more: Callable[..., Any]) ->
     return run
 
 
-drain = _command(
+drain = _order(
     "drain",
     "Let REPLICA leave its job at the next step boundary; no member waits, nothing is lost.",
-    "leaves at the next step boundary; its process ends with exit code 0",
+    "{replica} of job {job} leaves at the next step boundary; its process ends with exit code 0",
+    click.argument("replica"),
 )
-evict = _command(
+evict = _order(
     "evict",
     "Evict REPLICA from its job at once, as if it had died; the others redo its part of the step.",
-    "is being evicted; it may come back, as after a death",
+    "{replica} of job {job} is being evicted; it may come back, as after a death",
+    click.argument("replica"),
     click.option("--host-is-gone", is_flag=True, help="Nobody waits any more for its host, which is away."),
 )
 pause = _order(
     "pause",
     "Pause joins until `fabric resume`; the members go on, also without those that die.",
-    "admits no replica now; its members go on",
+    "job {job} admits no replica now; its members go on",
 )
-resume = _order("resume", "Resume joins after `fabric pause`.", "admits newcomers again")
+resume = _order("resume", "Resume joins after `fabric pause`.", "job {job} admits newcomers again")
 scale = _order(
     "scale",
     "Set how many members a job needs to step and how many it may have; surplus members leave, newest first.",
-    "needs {least}, and may have {most}",
+    "job {job} needs {min}, and may have {max}",
     click.option("--min", type=_REPLICAS, help="Needed to step; 0: as the replicas ask."),
     click.option("--max", type=_REPLICAS, help="Most members; 0: as the replicas ask."),
+    needed="give --min, --max or both; 0 is what the replicas themselves ask for",
 )
 admit = _order(
     "admit",
     "Let in a replica or a host that is kept out for failing too often; its failures are forgotten.",
-    "holds nothing against {about} any more",
+    "job {job} holds nothing against {about} any more",
     click.argument("about", metavar="REPLICA|HOST"),
 )
 retry = _order(
     "retry",
     "Let a failed job begin again from the state in memory; start its replicas after that.",
-    "may begin again",
+    "job {job} may begin again",
 )
-
-
 end = _order(
     "end",
     "End a job whose processes are gone for good: it is complete, and its alerts end.",
-    "is ended; start it again under another name",
+    "job {job} is ended; start it again under another name",
 )
-
-
-@click.command("adapt", help="Say what is done about slow replicas of a job.")
-@lighthouse_options
-@click.option("--mode", type=click.Choice(ADAPT_MODES), help="act: lower the shares of slow replicas.")
-@click.option("--veto", metavar="REPLICA", help="Never lower the share of REPLICA.")
-@click.option("--allow", metavar="REPLICA", help="End the veto for REPLICA.")
-@click.option("--why", required=True, help="The reason, for the record.")
-@click.option("--who", default="", help="Who decides; by default this user at this host.")
-def adapt(
-    lighthouse: str, job: str, token_file: Path | None, why: str, who: str, **options: str | None
-) -> None:
-    """Send one request with all orders that are given."""
-    lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=True)
-    orders = {name: value for name, value in options.items() if value is not None}
-    if not orders:
-        raise click.UsageError("give --mode, --veto or --allow")
-    answer = lighthouses.ask(lighthouses.path("adapt"), {**orders, "who": who or operator_name(), "why": why})
-    with understood("the lighthouse"):
-        vetoed = ", ".join(str(name) for name in answer["vetoed"]) or "none"
-        line = f"job {lighthouses.job}: mode {answer['mode']}; replicas under a veto: {vetoed}"
-    click.echo(printable(line))
+adapt = _order(
+    "adapt",
+    "Say what is done about slow replicas of a job.",
+    "job {job}: mode {mode}; replicas under a veto: {vetoed}",
+    click.option("--mode", type=click.Choice(ADAPT_MODES), help="act: lower the shares of slow replicas."),
+    click.option("--veto", metavar="REPLICA", help="Never lower the share of REPLICA."),
+    click.option("--allow", metavar="REPLICA", help="End the veto for REPLICA."),
+    needed="give --mode, --veto or --allow",
+)

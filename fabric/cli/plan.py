@@ -172,11 +172,11 @@ def _cluster(
     failures: FailureModel | None = None
     if trace_file is not None:
         trace = read_trace(trace_file)
-        failures, source = trace.process(), f"the trace {trace_file.name}, {len(trace.failures)} failures"
+        failures, source = trace, f"the trace {trace_file.name}, {len(trace.failures)} failures"
         values.setdefault("mtbf_s", trace.mtbf_s)
         values.setdefault("repair_median_s", trace.median_repair_s)
     if name:
-        return replace(preset(name).cluster, **values), failures
+        return replace(preset(name), **values), failures
     missing = [
         option
         for option, key in (("--gpus", "gpus"), ("--replica-gpus", "replica_gpus"), ("--mtbf", "mtbf_s"))

@@ -54,7 +54,7 @@ from fabric.drill.injection.injector import start_injector
 from fabric.errors import ConfigError, FabricError, ServerLost
 from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.buckets import FlatGradients
-from fabric.ftar.lanes.epoch_lanes import LaneDirectory, held_parameters
+from fabric.ftar.lanes import LaneDirectory, held_parameters
 from fabric.ftar.plane import DataPlane
 from fabric.protocol.rules.adaptive_timeout import Budget
 from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of

@@ -71,8 +71,23 @@ def lost(peer: str, error: OSError | None) -> RoundAborted:
     return RoundAborted(f"the ring link to {peer} was lost: {detail}", peer)
 
 
+def received(sock: socket.socket, peer: str) -> bytes:
+    """Return the bytes that have come from ``peer``, maybe none. Raises RoundAborted at the link's end."""
+    try:
+        data = sock.recv(_READ_BYTES)
+    except BlockingIOError:
+        return b""
+    except OSError as error:
+        raise lost(peer, error) from error
+    if not data:
+        raise lost(peer, None)
+    return data
+
+
 class EpochLinks:
     """The links of one epoch. ``wake`` is an eventfd that is readable once the epoch is aborted."""
+
+    answers: ClassVar[tuple[int, ...]] = ()  # the kinds of messages that the next member sends back
 
     def __init__(
         self, ring: Ring, next_socket: socket.socket | None, previous_socket: socket.socket | None
@@ -135,35 +150,26 @@ class EpochLinks:
             with suppress(OSError):
                 self.previous.send(chunk_headers.notice(self.ring.epoch, self.ring.position, why, about))
 
-    def take_back(self, data: bytearray, *kinds: int) -> ChunkHeader | None:
-        """Take a message of one of ``kinds`` off ``data``. Raises RoundAborted for the notice of an abort."""
-        message = chunk_headers.take_back(data, *kinds)
-        if isinstance(message, tuple):
-            why, about = message
-            raise RoundAborted(why, about if about in self.ring.names else "")
-        return message
+    def hear_back(self) -> None:
+        """Read what the next member has sent back; return when no complete message is left.
 
-    @contextmanager
-    def reading_back(self) -> Iterator[bytearray]:
-        """Yield the bytes that the next member sent back; the caller takes messages off them.
-
-        Raises RoundAborted at the end of the link, and for a ProtocolError in the block.
+        Raises RoundAborted at the notice of an abort, or when the link has ended.
         """
         assert self.next is not None
         peer = self.ring.next
+        self._came_back += received(self.next, peer)
         try:
-            data = self.next.recv(_READ_BYTES)
-            if not data:
-                raise lost(peer, None)
-            self._came_back += data
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise lost(peer, error) from error
-        try:
-            yield self._came_back
+            while (message := chunk_headers.take_back(self._came_back, *self.answers)) is not None:
+                if isinstance(message, tuple):
+                    why, about = message
+                    raise RoundAborted(why, about if about in self.ring.names else "")
+                self.heard(message)
         except ProtocolError as error:
             raise RoundAborted(f"{peer} answered on the ring with garbage: {error}", peer) from error
+
+    def heard(self, message: ChunkHeader) -> None:
+        """Take a message of one of ``answers`` from the next member."""
+        raise NotImplementedError
 
     def close(self, why: str) -> None:
         """Abort, and close the sockets as soon as no exchange uses them; idempotent."""

@@ -14,8 +14,7 @@ Segments and chunks are cut at multiples of ALIGNMENT elements. Every cut is a f
 members and chunk size, so members that disagree about any of these must fail and not sum.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,21 +37,28 @@ class RingPiece:
     """One chunk that travels over one link: elements [start, stop) of a partial sum or of the result."""
 
     sequence: int
-    hop: int  # number of links that these elements have taken
+    hop: int  # number of links that these elements have taken; at hop 0 they are a member's own elements
     gather: bool  # whether the elements are the result
     start: int
     stop: int
     last: bool  # whether the receiver keeps the piece: the sum is complete, or all have the result
     everybody: bool  # whether all members have forwarded the piece, so all have entered the exchange
+    # Number of the received piece that the sender forwards as this one, -1 for none; both ends name a piece.
+    needs: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The pieces that one member sends and receives, in order."""
 
-    sends: tuple[RingPiece, ...]
-    receives: tuple[RingPiece, ...]
-    free: int  # the first ``free`` sends are own data; a later sends[i] forwards receives[i - free]
+    sends: list[RingPiece]
+    receives: list[RingPiece]
+
+    @property
+    def free(self) -> int:
+        """How many of the first sends are own data. Without groups a later sends[i] forwards
+        receives[i - free]."""
+        return next((piece.sequence for piece in self.sends if piece.needs >= 0), len(self.sends))
 
 
 def segment_bounds(length: int, world: int) -> list[tuple[int, int]]:
@@ -62,94 +68,40 @@ def segment_bounds(length: int, world: int) -> list[tuple[int, int]]:
     return [(edges[i], edges[i + 1]) for i in range(world)]
 
 
-def schedule(length: int, world: int, position: int, chunk_elements: int) -> Schedule:
+def schedule(length: int, world: int, position: int, chunk_elements: int, group: int = 0) -> Schedule:
     """Return the pieces that member ``position`` of ``world`` sends and receives for ``length`` elements.
 
-    ``chunk_elements`` is rounded down to a multiple of ALIGNMENT, but is never zero.
+    ``chunk_elements`` is rounded down to a multiple of ALIGNMENT, but is never zero. ``group``: so many
+    pieces of each segment go through all hops before the next ones begin (0: all of them). A device keeps a
+    partial sum until it is passed on, so its memory never holds more than two groups.
     """
     chunk = max(ALIGNMENT, chunk_elements // ALIGNMENT * ALIGNMENT)
     bounds = segment_bounds(length, world)
     # Of the 2(N-1) hops of N members N-1 reduce and N-1 gather. A piece received at hop k is sent at hop k+1.
-    sends = _pieces(bounds, position, chunk)
-    receives = _pieces(bounds, position - 1, chunk)
-    start, stop = bounds[position]
-    return Schedule(tuple(sends), tuple(receives), -(-(stop - start) // chunk))
+    receives = _pieces(bounds, (position - 1) % world, chunk, group, {})
+    arrivals = {(piece.hop + 1, piece.start): piece.sequence for piece in receives}
+    return Schedule(_pieces(bounds, position, chunk, group, arrivals), receives)
 
 
-def _pieces(bounds: list[tuple[int, int]], first: int, chunk: int) -> list[RingPiece]:
-    world = len(bounds)
-    pieces: list[RingPiece] = []
-    for hop in range(2 * (world - 1)):
-        start, stop = bounds[(first - hop) % world]
-        gather, everybody = hop >= world - 1, hop >= world - 2
-        last = hop in (world - 2, 2 * world - 3)
-        for low in range(start, stop, chunk):
-            high = min(low + chunk, stop)
-            pieces.append(RingPiece(len(pieces), hop, gather, low, high, last, everybody))
-    return pieces
-
-
-# The pieces that go over a device ring, and their order: pure.
-#
-# The segments, and the order of summation, are those of every ring. Only the order of a device ring's
-# pieces differs: a group goes through all hops before the next group begins.
-# A partial sum stays in device memory until it is passed on. So this memory never holds more than two
-# groups, whatever the length of the buffer.
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePiece:
-    """Elements [start, stop) on their way over one link."""
-
-    sequence: int
-    hop: int  # number of links that these elements have taken; at hop 0 they are a member's own elements
-    start: int
-    stop: int
-    gather: bool  # whether the elements are the result
-    last: bool  # whether the receiver's elements complete the sum
-    everybody: bool  # whether the arrival proves that all members have entered the exchange
-    needs: int  # number of the received piece that this piece forwards, -1 for none
-
-
-class PieceOrder(NamedTuple):
-    """The pieces of one member, each list in order."""
-
-    sends: list[DevicePiece]
-    receives: list[DevicePiece]
-
-
-def order_pieces(length: int, world: int, position: int, chunk_elements: int, group: int) -> PieceOrder:
-    """Order the pieces of member ``position`` of ``world`` for ``length`` elements.
-
-    Pieces have at most ``chunk_elements`` (rounded down to ALIGNMENT, but never zero) elements, and
-    ``group`` pieces of each segment travel together.
-    """
-    chunk = max(ALIGNMENT, chunk_elements // ALIGNMENT * ALIGNMENT)
-    bounds = segment_bounds(length, world)
-    receives = _device_pieces(bounds, (position - 1) % world, chunk, group, {})
-    arrivals = {(p.hop, p.start): p.sequence for p in receives}
-    return PieceOrder(_device_pieces(bounds, position, chunk, group, arrivals), receives)
-
-
-def _device_pieces(
+def _pieces(
     bounds: list[tuple[int, int]], first: int, chunk: int, group: int, arrivals: dict[tuple[int, int], int]
-) -> list[DevicePiece]:
+) -> list[RingPiece]:
     world = len(bounds)
     rows = []
     for hop in range(2 * (world - 1)):
         start, stop = bounds[(first - hop) % world]
         for number, low in enumerate(range(start, stop, chunk)):
-            rows.append((number // group, hop, number, low, min(low + chunk, stop)))
+            rows.append((number // group if group else 0, hop, low, min(low + chunk, stop)))
     return [
-        DevicePiece(
+        RingPiece(
             sequence,
             hop,
+            hop >= world - 1,
             low,
             high,
-            gather=hop >= world - 1,
-            last=hop == world - 2,
+            last=hop in (world - 2, 2 * world - 3),
             everybody=hop >= world - 2,
-            needs=arrivals.get((hop - 1, low), -1),
+            needs=arrivals.get((hop, low), -1),
         )
-        for sequence, (_, hop, _, low, high) in enumerate(sorted(rows))
+        for sequence, (_, hop, low, high) in enumerate(sorted(rows))
     ]

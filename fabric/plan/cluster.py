@@ -1,10 +1,10 @@
 """A cluster and its job as users describe them, and the published clusters as presets."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from fabric.plan.engine import SimulatedJob
-from fabric.plan.failures import FailSlow, FailureModel, Fixed, Lemons, Poisson, Racks, Repair, weibull
+from fabric.plan.failures import FailSlow, FailureModel, Fixed, Lemons, Racks, Repair, WeibullRenewal, weibull
 
 ARRIVALS = ("poisson", "weibull", "fixed", "lemons", "racks")
 DAY_S = 86400.0
@@ -140,24 +140,12 @@ class Cluster:
             return Lemons(unit_mtbf_s)
         if self.arrivals == "racks":
             return Racks(unit_mtbf_s, self.racks.replicas, self.racks.share)
-        return Poisson(unit_mtbf_s)
+        return WeibullRenewal(unit_mtbf_s, shape=1.0)
 
     def slow_episodes(self) -> FailSlow | None:
         """Return the episodes in which a replica computes slower; None where there are none."""
         slow = self.slow
         return FailSlow(slow.every_s * self.replicas, slow.length_s, slow.factor) if slow.every_s else None
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """A published cluster. ``source``: the source of its figures, and the assumptions."""
-
-    cluster: Cluster
-    source: str = field(default="")
-
-
-def _preset(cluster: Cluster, source: str) -> Preset:
-    return Preset(replace(cluster, source=source), source)
 
 
 def _spare(groups: int, exchange_s: float) -> Cluster:
@@ -171,62 +159,69 @@ def _spare(groups: int, exchange_s: float) -> Cluster:
         restart_s=3600.0,
         save_s=60.0,
         arrivals="weibull",
+        source=f"SPARe (arXiv 2603.00357), N = {groups}; replicas of 600 GPUs are assumed",
     )
 
 
-PRESETS: dict[str, Preset] = {
-    "llama3-16k": _preset(
-        Cluster(gpus=16384, replica_gpus=128, mtbf_s=54 * DAY_S / 419, step_s=10.0, state_bytes=5.7e12 / 128),
-        "Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs; replicas of 128 GPUs; the"
-        " step of"
-        " 10 s and restarts of 10 min are assumed",
+# Published clusters. The source of each says where its figures come from, and what is assumed.
+PRESETS: dict[str, Cluster] = {
+    "llama3-16k": Cluster(
+        gpus=16384,
+        replica_gpus=128,
+        mtbf_s=54 * DAY_S / 419,
+        step_s=10.0,
+        state_bytes=5.7e12 / 128,
+        source="Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs; replicas of 128 GPUs;"
+        " the step of 10 s and restarts of 10 min are assumed",
     ),
-    "rsc-16k": _preset(
-        Cluster(gpus=16384, replica_gpus=128, mtbf_s=DAY_S / (6.50 * 2.048), step_s=10.0),
-        "Meta RSC: 6.50 failures per 1,000 node-days, for 2,048 nodes of 8 GPUs; step and restart are"
+    "rsc-16k": Cluster(
+        gpus=16384,
+        replica_gpus=128,
+        mtbf_s=DAY_S / (6.50 * 2.048),
+        step_s=10.0,
+        source="Meta RSC: 6.50 failures per 1,000 node-days, for 2,048 nodes of 8 GPUs; step and restart are"
         " assumed",
     ),
-    "ft-hsdp-100k": _preset(
-        Cluster(gpus=98304, replica_gpus=8192, mtbf_s=1080.0, step_s=20.0, exchange_s=1.0, micro_batches=32),
-        "FT-HSDP (arXiv 2602.00277): 98,304 GPUs in 12 replicas, a failure every 18 min, steps of 20 s,"
-        " 10 min until"
-        " a replica is back; 32 micro-batches are assumed",
+    "ft-hsdp-100k": Cluster(
+        gpus=98304,
+        replica_gpus=8192,
+        mtbf_s=1080.0,
+        step_s=20.0,
+        exchange_s=1.0,
+        micro_batches=32,
+        source="FT-HSDP (arXiv 2602.00277): 98,304 GPUs in 12 replicas, a failure every 18 min, steps of"
+        " 20 s, 10 min until a replica is back; 32 micro-batches are assumed",
     ),
-    "spare-200": _preset(
-        _spare(200, 2.0), "SPARe (arXiv 2603.00357), N = 200; replicas of 600 GPUs are assumed"
+    "spare-200": _spare(200, 2.0),
+    "spare-600": _spare(600, 6.0),
+    "spare-1000": _spare(1000, 10.0),
+    "infinitehbd": Cluster(
+        gpus=3200,
+        replica_gpus=64,
+        mtbf_s=DAY_S / (4.23 * 0.4),
+        step_s=10.0,
+        repair_median_s=20 * 3600.0,
+        repair_sigma=1.95,
+        arrivals="weibull",
+        shape=0.62,
+        source="statistics of the public InfiniteHBD trace: 400 nodes of 8 GPUs, 4.23 faults per 1,000"
+        " node-days, Weibull 0.62, repairs of 20 h in the median and 133 h in the mean; replicas of 64 GPUs"
+        " and the step are assumed",
     ),
-    "spare-600": _preset(
-        _spare(600, 6.0), "SPARe (arXiv 2603.00357), N = 600; replicas of 600 GPUs are assumed"
-    ),
-    "spare-1000": _preset(
-        _spare(1000, 10.0), "SPARe (arXiv 2603.00357), N = 1000; replicas of 600 GPUs are assumed"
-    ),
-    "infinitehbd": _preset(
-        Cluster(
-            gpus=3200,
-            replica_gpus=64,
-            mtbf_s=DAY_S / (4.23 * 0.4),
-            step_s=10.0,
-            repair_median_s=20 * 3600.0,
-            repair_sigma=1.95,
-            arrivals="weibull",
-            shape=0.62,
-        ),
-        "statistics of the public InfiniteHBD trace: 400 nodes of 8 GPUs, 4.23 faults per 1,000"
-        " node-days, Weibull"
-        " 0.62, repairs of 20 h in the median and 133 h in the mean; replicas of 64 GPUs and the step are"
-        " assumed",
-    ),
-    "torchpass-64": _preset(
-        Cluster(gpus=64, replica_gpus=8, mtbf_s=3600.0, step_s=7.9, exchange_s=0.5, steps=3000),
-        "TorchPass's public benchmark: 64 H200, 3,000 steps, a failure every 2,700 to 4,500 s; the step"
-        " of 7.9 s is"
-        " inferred from its own 405 min",
+    "torchpass-64": Cluster(
+        gpus=64,
+        replica_gpus=8,
+        mtbf_s=3600.0,
+        step_s=7.9,
+        exchange_s=0.5,
+        steps=3000,
+        source="TorchPass's public benchmark: 64 H200, 3,000 steps, a failure every 2,700 to 4,500 s; the"
+        " step of 7.9 s is inferred from its own 405 min",
     ),
 }
 
 
-def preset(name: str) -> Preset:
+def preset(name: str) -> Cluster:
     """Return a preset. Raises ValueError with the existing names."""
     if name not in PRESETS:
         raise ValueError(f"there is no preset {name!r}: choose one of {', '.join(PRESETS)}")

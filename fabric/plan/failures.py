@@ -37,16 +37,13 @@ class FailureModel(Protocol):
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
         """Return clocks of ``units`` that all start at second 0."""
 
-    @property
-    def label(self) -> str:
-        """A phrase that describes the model to people."""
-
 
 @dataclass(frozen=True, slots=True)
 class WeibullRenewal:
     """Independent units with Weibull times between failures; a unit that comes back starts a new time.
 
-    ``scale_s``: Weibull scale of one unit. ``shape``: below 1 most failures come soon after a return.
+    ``scale_s``: Weibull scale of one unit. ``shape``: below 1 most failures come soon after a return. With
+    shape 1 the units have no memory (Poisson), and the scale is the mean time between failures of one unit.
     """
 
     scale_s: float
@@ -55,10 +52,6 @@ class WeibullRenewal:
     def __post_init__(self) -> None:
         _positive("scale_s", self.scale_s)
         _positive("shape", self.shape)
-
-    @property
-    def label(self) -> str:
-        return f"Weibull, shape {self.shape:g}"
 
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
         return _DrawnClocks(units, lambda which: self.scale_s * rng.weibull(self.shape, len(which)))
@@ -69,23 +62,6 @@ def weibull(system_mtbf_s: float, units: int, shape: float = 0.78) -> WeibullRen
     system."""
     _positive("the mean time between failures", system_mtbf_s)
     return WeibullRenewal(system_mtbf_s * units / math.gamma(1 + 1 / shape), shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Poisson:
-    """Independent units without memory. ``unit_mtbf_s``: mean time between failures of one unit."""
-
-    unit_mtbf_s: float
-
-    def __post_init__(self) -> None:
-        _positive("unit_mtbf_s", self.unit_mtbf_s)
-
-    @property
-    def label(self) -> str:
-        return "Poisson"
-
-    def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
-        return _DrawnClocks(units, lambda which: rng.exponential(self.unit_mtbf_s, len(which)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +81,6 @@ class Lemons:
         if not 0 <= self.share <= 1:
             raise ValueError(f"the share of lemons must be 0 to 1, not {self.share:g}")
 
-    @property
-    def label(self) -> str:
-        return f"lemons ({self.share:.0%} fail {self.factor:g} times as often)"
-
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
         lemons = rng.permutation(units) < round(self.share * units)
         healthy_mtbf_s = self.unit_mtbf_s * float(np.where(lemons, self.factor, 1.0).mean())
@@ -124,10 +96,6 @@ class Fixed:
 
     def __post_init__(self) -> None:
         _positive("interval_s", self.interval_s)
-
-    @property
-    def label(self) -> str:
-        return "fixed arrivals"
 
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
         del rng
@@ -153,35 +121,37 @@ class Racks:
         if not 0 <= self.correlated < 1:
             raise ValueError(f"the correlated share must be 0 up to 1, not {self.correlated:g}")
 
-    @property
-    def label(self) -> str:
-        return f"racks of {self.per_rack} ({self.correlated:.0%} of failures correlated)"
-
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
         return _RackClocks(units, self, rng)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Recorded failures. ``events``: (seconds from the start, unit), ascending; the trace repeats after
-    ``span_s``.
+    """Recorded failures; the trace repeats after ``span_s``.
 
     A unit of the trace stands for the job's unit with its number modulo the number of the job's units.
     """
 
-    events: tuple[tuple[float, int], ...]
+    failures: tuple[tuple[float, int], ...]  # (seconds from the start, unit), ascending
     span_s: float
+    repairs_s: tuple[float, ...] = ()  # the lengths of the failures that ended within the trace
 
     def __post_init__(self) -> None:
-        if not self.events:
-            raise ValueError("the trace has no failures: give one with at least one event")
+        if not self.failures:
+            raise ValueError("the trace has no failures: give a file with at least one 'fail' event")
         _positive("the span of the trace", self.span_s)
-        if any(not 0 <= at <= self.span_s for at, _ in self.events):
+        if any(not 0 <= at <= self.span_s for at, _ in self.failures):
             raise ValueError(f"the trace has an event outside its span of {self.span_s:g} s")
 
     @property
-    def label(self) -> str:
-        return f"trace of {len(self.events)} failures"
+    def mtbf_s(self) -> float:
+        """Mean time between failures of all units together."""
+        return self.span_s / len(self.failures)
+
+    @property
+    def median_repair_s(self) -> float:
+        """The median time of a repair; 0 where no failure ended within the trace."""
+        return statistics.median(self.repairs_s) if self.repairs_s else 0.0
 
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
         del rng
@@ -313,7 +283,7 @@ class _RackClocks:
 class _TraceClocks:
     def __init__(self, units: int, trace: Trace) -> None:
         by_unit: dict[int, list[float]] = {}
-        for at, unit in trace.events:
+        for at, unit in trace.failures:
             by_unit.setdefault(unit % units, []).append(at)
         self._span_s = trace.span_s
         self._times: list[Times] = [np.sort(np.array(by_unit.get(unit, []))) for unit in range(units)]
@@ -347,40 +317,7 @@ _BEGINS, _ENDS = {"fail", "fault_start"}, {"repair", "fault_end"}
 _MOST_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterTrace:
-    """A cluster's failures and repairs.
-
-    ``failures``: (seconds from the start, unit number), ascending; one for each failure of a running unit.
-    ``repairs_s``: the lengths of the failures that ended within the trace. ``units``: the number of units in
-    the trace. ``span_s``: the trace's length.
-    """
-
-    failures: tuple[tuple[float, int], ...]
-    repairs_s: tuple[float, ...]
-    units: int
-    span_s: float
-
-    def __post_init__(self) -> None:
-        if not self.failures:
-            raise ValueError("the trace has no failure: give a file with at least one 'fail' event")
-
-    @property
-    def mtbf_s(self) -> float:
-        """Mean time between failures of all units together."""
-        return self.span_s / len(self.failures)
-
-    @property
-    def median_repair_s(self) -> float:
-        """The median time of a repair; 0 where no failure ended within the trace."""
-        return statistics.median(self.repairs_s) if self.repairs_s else 0.0
-
-    def process(self) -> Trace:
-        """Return the failures as a process for the simulator."""
-        return Trace(self.failures, self.span_s)
-
-
-def read_trace(path: Path) -> ClusterTrace:
+def read_trace(path: Path) -> Trace:
     """Read a CSV with the columns ``time_s`` (or _min, _h, _d), ``unit``, ``event``; or a JSON list of
     objects with ``event_time`` in days, ``node_id`` and ``event_type``, the format of the public
     InfiniteHBD trace.
@@ -453,7 +390,7 @@ def _event(at: object, unit: object, event: object, seconds: float, where: str) 
     return _Event(at_s, str(unit).strip(), kind in _BEGINS)
 
 
-def _trace(events: Sequence[_Event], path: Path) -> ClusterTrace:
+def _trace(events: Sequence[_Event], path: Path) -> Trace:
     numbers: dict[str, int] = {}
     down: dict[str, float] = {}
     failures, repairs = [], []
@@ -470,7 +407,7 @@ def _trace(events: Sequence[_Event], path: Path) -> ClusterTrace:
     span_s = max(event.at_s for event in events)
     if span_s <= 0:
         raise ValueError(f"{path} spans no time: all its events are at second 0")
-    return ClusterTrace(tuple(failures), tuple(repairs), len(numbers), span_s)
+    return Trace(tuple(failures), span_s, tuple(repairs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def test_a_source_that_does_not_have_it_yet_is_not_slow(origins, hurried, monkey
     del second.gradients[9]
     into = memoryview(bytearray(8))
     found = hurried.fetch_gradient([first.url, second.url], generation=1, step=4, into=into, wait_s=FOREVER_S)
-    assert found.source == first.url and not hurried._gradients._late
+    assert found.source == first.url and not hurried._late
     hurried.close()
 
 

@@ -12,7 +12,7 @@ from cli.journals import STEPS, VICTIM, SyntheticRun
 from rich.console import Console
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import Verdict, judge
+from fabric.audit.summary import Verdict, judge
 from fabric.cli.demo.command import render, write_report
 from fabric.cli.terminal_text import print_table
 from fabric.drill.report.charts import nice_ticks

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from fabric.audit.audit import audit, gather, walk
 from fabric.audit.journal import JournalLine, RecordedRun, parse_journal, read_run
-from fabric.audit.verify import Verdict, judge, verify, write_summary
+from fabric.audit.summary import Verdict, judge, verify, write_summary
 from fabric.cli.demo.command import demo
 
 Entries = dict[str, list[Entry]]

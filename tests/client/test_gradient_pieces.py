@@ -10,7 +10,7 @@ from ftar.lane_layouts import COLUMNS, ROWS, SINGLE, gradient_of, member
 from fabric.ckpt_server.fetch.fetcher import GradientMeta
 from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.errors import Gone, StateError
-from fabric.ftar.lanes.epoch_lanes import FlatPlaces, LaneDirectory
+from fabric.ftar.lanes import FlatPlaces, LaneDirectory
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.rules.lanes import ReplicaLayout
 from fabric.protocol.rules.layout_text import layout_text

@@ -13,7 +13,7 @@ from recipe_table import Recipe
 from test_failures import check
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 
 HERE = Path(__file__).parent
 WAYS = ("plain", "disabled", "single", "killed")

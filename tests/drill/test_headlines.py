@@ -9,7 +9,7 @@ from fabric.audit.audit import gather
 from fabric.audit.journal import RecordedRun, parse_journal
 from fabric.drill.judge.drill_record import DrillRecord, HeadlineSighting, InjectedFault
 from fabric.drill.judge.drill_verdict import judge_drill, untrue_headlines
-from fabric.drill.run.status_poller import StatusPoller
+from fabric.drill.run.drill_loop import StatusPoller
 from fabric.errors import Unreachable
 
 # Four replicas commit a step each half second; r1 does not between 1020 and 1040.

@@ -9,7 +9,7 @@ from cli.journals import STEPS, VICTIM, Entry, SyntheticRun, to_bytes
 from msgspec import structs
 
 from fabric.audit.journal import RecordedRun, parse_journal
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 from fabric.drill.judge.drill_record import (
     DrillRecord,
     HeadlineSighting,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fabric.errors import ConfigError
-from fabric.ftar.communicators.process_group_plane import Communicator, GroupPlane, Rendezvous
 from fabric.ftar.plane import Ring
+from fabric.ftar.process_group_plane import GroupPlane, NcclCommunicator, Rendezvous
 
 _dist: Any = torch.distributed  # torch does not declare the types of this module
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -28,13 +28,13 @@ def gloo_plane(exchange_s: float = 30.0) -> GroupPlane:
 
 
 class GlooFactory:
-    """See ``CommunicatorFactory``. ``collective_s`` bounds a collective, which no thread can interrupt."""
+    """See ``NcclFactory``. ``collective_s`` bounds a collective, which no thread can interrupt."""
 
     def __init__(self, collective_s: float = 30.0) -> None:
         self._collective = timedelta(seconds=collective_s)
 
     def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
-        """Open a store at a port that the system chooses (``CommunicatorFactory``)."""
+        """Open a store at a port that the system chooses (``NcclFactory``)."""
         store = _dist.TCPStore(host, 0, ring.world, is_master=True, wait_for_workers=False)
         return Rendezvous(host, store.port), store
 
@@ -44,9 +44,9 @@ class GlooFactory:
         rendezvous: Rendezvous,
         kept: Any,
         timeout_s: float,
-        began: Callable[[Communicator], None],
-    ) -> Communicator:
-        """See ``CommunicatorFactory``. Make the communicator and run one collective, because the first
+        began: Callable[[NcclCommunicator], None],
+    ) -> NcclCommunicator:
+        """See ``NcclFactory``. Make the communicator and run one collective, because the first
         collective connects the members.
         """
         bound = timedelta(seconds=timeout_s)
@@ -67,9 +67,7 @@ class GlooFactory:
 
 
 class GlooCommunicator:
-    """See ``Communicator``. A communicator over gloo; ``store`` lives as long as the process group may read
-    it.
-    """
+    """See ``NcclCommunicator``. It uses gloo; ``store`` lives as long as the process group may read it."""
 
     def __init__(self, group: Any, store: Any) -> None:
         self._group = group
@@ -77,7 +75,7 @@ class GlooCommunicator:
         self.is_aborted = False
 
     def start(self, tensor: torch.Tensor, operation: str) -> Callable[[], None]:
-        """See ``Communicator``."""
+        """See ``NcclCommunicator``."""
         options = _dist.AllreduceOptions()
         options.reduceOp = _OPERATIONS[operation]
         working = tensor.clone()

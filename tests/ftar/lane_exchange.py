@@ -13,8 +13,8 @@ from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import choose_backend, device_backend
 from fabric.client.gradients.gradient_slots import GradientSlot
 from fabric.ftar.buckets import FlatGradients
-from fabric.ftar.device.device_api import Device
-from fabric.ftar.lanes.epoch_lanes import LaneDirectory, dtype_of
+from fabric.ftar.device.cuda import CudaDevice
+from fabric.ftar.lanes import LaneDirectory, dtype_of
 from fabric.ftar.plane import Ring
 from fabric.model import Base, Fence, Record
 from fabric.protocol.messages import member_events as io
@@ -39,7 +39,13 @@ class LaneRank:
     """
 
     def __init__(
-        self, replica: str, rank: int, layout: ReplicaLayout, links: str, device: Device | None, memory: str
+        self,
+        replica: str,
+        rank: int,
+        layout: ReplicaLayout,
+        links: str,
+        device: CudaDevice | None,
+        memory: str,
     ) -> None:
         self.replica, self.rank, self.layout, self.device = replica, rank, layout, device
         self.lanes = LaneDirectory(replica, rank, layout, layout_text(layout))
@@ -103,7 +109,7 @@ class LaneJob:
 
     layouts: Mapping[str, ReplicaLayout]
     links: str = "tcp"
-    make_device: Callable[[], Device] | None = None
+    make_device: Callable[[], CudaDevice] | None = None
     memory: str = "cpu"
 
     def __post_init__(self) -> None:

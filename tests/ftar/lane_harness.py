@@ -6,8 +6,7 @@ import torch
 from ring_harness import socket_ring
 
 from fabric.ftar.host.cpu_ring import CpuRing
-from fabric.ftar.lanes.epoch_lanes import FlatPlaces, RankLanes
-from fabric.ftar.lanes.lane_plane import LanePlane
+from fabric.ftar.lanes import FlatPlaces, LanePlane, RankLanes
 from fabric.ftar.plane import Ring
 from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of
 from fabric.protocol.rules.tensor_region import TensorRegion

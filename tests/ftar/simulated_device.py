@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fabric.ftar.device.device_api import DeviceEvent, DeviceStream, SharedMemoryHandle
+from fabric.ftar.device.cuda import SharedMemoryHandle
 from fabric.runtime.clock import boot_id
 
 _Work = Callable[[], object]
@@ -24,7 +24,7 @@ _MEMFD = re.compile(r"/memfd:fabric-device(?: \(deleted\))?")
 
 
 class SimulatedEvent:
-    """See ``DeviceEvent``."""
+    """See ``CudaEvent``."""
 
     def __init__(self, stream: "SimulatedStream") -> None:
         self.stream = stream
@@ -40,7 +40,7 @@ class SimulatedEvent:
             return self.happened
 
     def wait(self) -> None:
-        """See ``DeviceEvent``."""
+        """See ``CudaEvent``."""
         device = self.stream.device
         with device.turn:
             device.want(self)
@@ -49,7 +49,7 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """See ``DeviceStream``."""
+    """See ``CudaStream``."""
 
     def __init__(self, device: "SimulatedDevice") -> None:
         self.device = device
@@ -57,19 +57,18 @@ class SimulatedStream:
         self.queue: deque[_Work | SimulatedEvent] = deque()
 
     def run(self, work: _Work) -> None:
-        """See ``DeviceStream``."""
+        """See ``CudaStream``."""
         with self.device.turn:
             self.queue.append(work)
 
-    def wait(self, event: DeviceEvent) -> None:
-        """See ``DeviceStream``."""
-        assert isinstance(event, SimulatedEvent)
+    def wait(self, event: SimulatedEvent) -> None:
+        """See ``CudaStream``."""
         with self.device.turn:
             if event.stream is not self and not event.happened:
                 self.queue.append(event)
 
     def record(self) -> SimulatedEvent:
-        """See ``DeviceStream``."""
+        """See ``CudaStream``."""
         event = SimulatedEvent(self)
         with self.device.turn:
             if self.queue:
@@ -83,17 +82,16 @@ class _Immediate(SimulatedStream):
     """A stream whose work is done when the call returns."""
 
     def run(self, work: _Work) -> None:
-        """See ``DeviceStream``."""
+        """See ``CudaStream``."""
         work()
 
-    def wait(self, event: DeviceEvent) -> None:
-        """See ``DeviceStream``."""
+    def wait(self, event: SimulatedEvent) -> None:
+        """See ``CudaStream``."""
         event.wait()
 
 
 class SimulatedDevice:
-    """See ``Device``. A simulated device; processes open each other's memory only if their devices have the
-    same ``name``.
+    """See ``CudaDevice``. Processes open each other's memory only if their devices have the same ``name``.
 
     What torch does on the CPU has happened when it returns, so ``compute`` is what a test makes of it: a
     stream as late as the others, or with ``immediate`` one that is never behind, for a real trainer.
@@ -116,30 +114,29 @@ class SimulatedDevice:
         self._thread.start()
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """See ``Device``."""
+        """See ``CudaDevice``."""
         return tensor.device.type == "cpu"
 
     def stream(self) -> SimulatedStream:
-        """See ``Device``."""
+        """See ``CudaDevice``."""
         return SimulatedStream(self)
 
     def compute(self) -> SimulatedStream:
-        """See ``Device``."""
+        """See ``CudaDevice``."""
         found: SimulatedStream = getattr(self._local, "stream", self._immediate or self._compute)
         return found
 
     @contextlib.contextmanager
-    def on(self, stream: DeviceStream) -> Iterator[None]:
-        """See ``Device``; torch's own operations are not deferred."""
+    def on(self, stream: SimulatedStream) -> Iterator[None]:
+        """See ``CudaDevice``; torch's own operations are not deferred."""
         self._local.stream = stream
         try:
             yield
         finally:
             del self._local.stream
 
-    def when(self, event: DeviceEvent, callback: Callable[[], None]) -> None:
-        """See ``Device``."""
-        assert isinstance(event, SimulatedEvent)
+    def when(self, event: SimulatedEvent, callback: Callable[[], None]) -> None:
+        """See ``CudaDevice``."""
         with self.turn:
             if not event.happened and self.error is None:
                 event.callbacks.append(callback)
@@ -148,17 +145,17 @@ class SimulatedDevice:
         callback()
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """See ``Device``."""
+        """See ``CudaDevice``."""
         self.allocated += nbytes
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """See ``Device``."""
+        """See ``CudaDevice``."""
         self.allocated += nbytes
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def keep_registered(self, memory: Sequence[torch.Tensor]) -> None:
-        """See ``Device``."""
+        """See ``CudaDevice``."""
         self.registered = list(memory)
 
     def share(self, nbytes: int) -> tuple[torch.Tensor, SharedMemoryHandle] | None:
@@ -172,7 +169,7 @@ class SimulatedDevice:
         return _mapped(file, nbytes), handle
 
     def open(self, handle: SharedMemoryHandle) -> torch.Tensor | None:
-        """See ``Device``."""
+        """See ``CudaDevice``."""
         if (handle.host, handle.device) != (boot_id(), self._name):
             return None
         numbers = re.fullmatch(rb"([0-9]{1,10}) ([0-9]{1,10})", handle.memory)
@@ -191,7 +188,7 @@ class SimulatedDevice:
             os.close(file)
 
     def close(self) -> None:
-        """See ``Device``."""
+        """See ``CudaDevice``."""
         with self.turn:
             self._closed = True
             self.turn.notify_all()

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from ring_harness import WAIT_S, names, same_bits, socket_ring, wait_until
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
-from fabric.ftar.communicators import process_group_plane
-from fabric.ftar.communicators.process_group_plane import GroupPlane, Rendezvous
+from fabric.ftar import process_group_plane
 from fabric.ftar.plane import Ring
+from fabric.ftar.process_group_plane import GroupPlane, Rendezvous
 from fabric.ftar.reduce_ops import Reduction, mean
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

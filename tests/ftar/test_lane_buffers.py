@@ -13,7 +13,7 @@ from ring_harness import WAIT_S
 from fabric.client.gradients.buffer_choices import choose_buffers
 from fabric.client.gradients.forward_buffers import ForwardBuffers, RankMeans
 from fabric.ftar.buckets import FlatGradients
-from fabric.ftar.lanes.epoch_lanes import held_parameters
+from fabric.ftar.lanes import held_parameters
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout
 from fabric.protocol.rules.tensor_region import TensorRegion
 

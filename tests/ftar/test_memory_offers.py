@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
 from fabric.ftar.device import device_ring
-from fabric.ftar.device.device_api import SharedMemoryHandle
+from fabric.ftar.device.cuda import SharedMemoryHandle
 
 HANDLES = st.builds(
     SharedMemoryHandle,

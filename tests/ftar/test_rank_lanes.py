@@ -11,8 +11,7 @@ from ring_harness import WAIT_S, socket_ring, wait_until
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.host.cpu_ring import CpuRing
-from fabric.ftar.lanes.epoch_lanes import FlatPlaces, LaneDirectory, held_parameters
-from fabric.ftar.lanes.lane_plane import LanePlane
+from fabric.ftar.lanes import FlatPlaces, LaneDirectory, LanePlane, held_parameters
 from fabric.ftar.plane import Ring
 from fabric.model import Base, Record
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout

@@ -8,7 +8,7 @@ from pathlib import Path
 from job import DEADLINE_S, Job, read_events
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 from fabric.protocol.messages.rank_messages import summed_digest
 
 

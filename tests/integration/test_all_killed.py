@@ -8,7 +8,7 @@ import time
 from job import Job
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 
 EVERY, STEPS = 4, 24
 

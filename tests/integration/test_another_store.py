@@ -15,7 +15,7 @@ from long_runs import first_here
 from test_failures import PATIENT, finals, finish_and_check
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 
 EVERY, STEPS = 4, 30
 

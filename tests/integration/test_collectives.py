@@ -6,7 +6,7 @@ from rank_job import RankJob
 from test_failures import finals
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 
 STEPS = 30
 DEATH = 8

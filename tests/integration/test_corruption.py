@@ -8,7 +8,7 @@ import pytest
 from job import Job
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 
 
 def bad(what: str, **more: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from job import Job
 from test_failures import finals
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 
 STEPS = 30
 

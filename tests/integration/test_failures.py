@@ -11,7 +11,7 @@ import pytest
 from job import DEADLINE_S, Job
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 
 STEPS = 60
 # With this setting the job does not end before a killed or stopped replica is back.

@@ -17,7 +17,7 @@ from test_failures import finals
 from test_ways_in import run
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 from fabric.runtime.config import Settings
 
 BATCH = outer_trainer.BATCH

@@ -8,7 +8,7 @@ from slurm_cluster import SlurmCluster
 from test_failures import finals
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 
 ROOT = HERE.parent.parent
 STEPS, HELD_STEP = 20, 5

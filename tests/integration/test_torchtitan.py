@@ -12,7 +12,7 @@ from job import Job, Zygote
 from test_failures import finals
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: run make torchtitan")
 STEPS = 24

@@ -18,7 +18,7 @@ from sharded_trainer import MICRO_BATCH, example
 from test_layouts import recoverable
 
 from fabric.audit.journal import read_run
-from fabric.audit.verify import judge
+from fabric.audit.summary import judge
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.client.data.sample_plan import SamplePlan

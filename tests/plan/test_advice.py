@@ -32,7 +32,7 @@ def test_a_job_of_the_environment_does_not_change_a_plan(monkeypatch):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_compared(name):
-    cluster = replace(preset(name).cluster, steps=20)
+    cluster = replace(preset(name), steps=20)
     outcomes = compare(cluster, seeds=1)
     assert {o.name for o in outcomes} >= {"checkpoint and restart", "FT-HSDP", "fabric"}
     for outcome in outcomes:

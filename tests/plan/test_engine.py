@@ -14,7 +14,7 @@ from fabric.plan.advice import (
     busiest_of_spread,
 )
 from fabric.plan.engine import SimulatedJob, simulate
-from fabric.plan.failures import FailSlow, Fixed, Poisson, Repair, Trace
+from fabric.plan.failures import FailSlow, Fixed, Repair, Trace, WeibullRenewal
 from fabric.protocol.rules.assignment import spread
 
 NEVER = Fixed(1e11)
@@ -41,7 +41,7 @@ def test_the_ledger_accounts_for_all_time(policy):
     job = dataclasses.replace(
         QUIET, groups=8, steps=300, jitter=0.05, save_s=5, save_every=10, restart_s=60, restart_fails=True
     )
-    ledger = simulate(job, policy, Poisson(20_000.0), seed=3)
+    ledger = simulate(job, policy, WeibullRenewal(20_000.0, 1.0), seed=3)
     assert ledger.finished
     assert ledger.failures > 0
     parts = dataclasses.asdict(ledger)
@@ -52,7 +52,7 @@ def test_the_ledger_accounts_for_all_time(policy):
 
 def test_equal_seeds_give_equal_ledgers():
     def play():
-        return simulate(QUIET, ConstantBatch(8), Poisson(900.0), seed=7)
+        return simulate(QUIET, ConstantBatch(8), WeibullRenewal(900.0, 1.0), seed=7)
 
     assert play() == play()
 
@@ -109,7 +109,7 @@ def test_a_spare_shortens_the_absence():
 def test_planned_restarts_lose_no_step():
     job = dataclasses.replace(QUIET, groups=8, steps=400, restart_s=50.0, save_s=1.0)
     policy = ConstantBatch(8, readmits=False, restart_below=6)
-    ledger = simulate(job, policy, Poisson(4000.0), seed=1)
+    ledger = simulate(job, policy, WeibullRenewal(4000.0, 1.0), seed=1)
     assert ledger.restarts > 0
     assert ledger.rework_s == 0
 

@@ -19,10 +19,9 @@ def test_a_csv_gives_failures_repairs_and_rates(tmp_path):
     trace = read_trace(write(tmp_path, GOOD))
     assert trace.failures == ((3600.0, 0), (4 * 3600.0, 1), (4 * 3600.0, 0))
     assert trace.repairs_s == (2 * 3600.0, 6 * 3600.0)
-    assert trace.units == 2
     assert trace.mtbf_s == pytest.approx(10 * 3600 / 3)
     assert trace.median_repair_s == 4 * 3600.0
-    assert trace.process().span_s == 36000.0
+    assert trace.span_s == 36000.0
 
 
 def test_a_second_fault_of_a_unit_that_is_down_is_the_same_failure(tmp_path):

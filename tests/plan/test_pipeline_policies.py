@@ -1,10 +1,14 @@
 """Policies for pipelines whose devices die or get slow, and the published figures that they reproduce."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from papers.pipeline_policies import (
+    GroupedModel,
     Oobleck,
     PipelineJob,
     ReCycle,
@@ -218,3 +222,29 @@ def test_more_failures_never_help(figures):
 )
 def test_a_group_has_a_power_of_two_that_divides_the_model_and_holds_it(ranks, heads, hidden, least, sizes):
     assert group_sizes(ranks, heads, hidden, least) == sizes
+
+
+# --- groups of ranks, and layers within the memory of a stage ---------------------------------------------
+
+
+@given(st.lists(st.floats(0.05, 2.0), min_size=1, max_size=4), st.integers(4, 10), st.integers(3, 10))
+def test_no_cut_within_the_memory_of_a_stage_has_a_faster_slowest_stage(values, layers, most):
+    def slowest(cut):
+        return max(count / value for count, value in zip(cut, values, strict=True))
+
+    cuts = [cut for cut in product(range(1, min(layers, most) + 1), repeat=len(values)) if sum(cut) == layers]
+    model = GroupedModel(layers, (1,), most)
+    if not cuts:
+        with pytest.raises(ValueError, match="cannot hold"):
+            model.cut(values)
+        return
+    cut = model.cut(values)
+    assert cut in cuts and slowest(cut) == min(slowest(other) for other in cuts)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "ranks"),
+    [([1, 1, 1, 0], (0, 1)), ([1, 0, 0.9, 1], (0, 3)), ([0, 0, 0, 0], ()), ([1.0] * 3, (0, 1, 2))],
+)
+def test_a_stage_with_dead_ranks_goes_on_with_the_best_group_of_the_others(speeds, ranks):
+    assert GroupedModel(12, (2, 4)).group(speeds) == ranks

@@ -17,7 +17,7 @@ from papers.pipeline_schedules import (
     stage_order,
 )
 
-from fabric.health.planning.layout import StageLayout
+from fabric.health.planning import StageLayout
 
 
 def unit(stages: int, micro_batches: int, **factors: float) -> PipelineCosts:

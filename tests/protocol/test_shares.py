@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from protocol.makers import member_of, record_of
 
-from fabric.health.planning.partition import micro_batch_shares
+from fabric.health.planning import micro_batch_shares
 from fabric.model import Adaptation, MemberSpeed, Sharing
 from fabric.protocol.rules.assignment import apportion
 from fabric.protocol.rules.shares import (

@@ -15,7 +15,7 @@ from sim.links import Linking, Links
 from sim.ring import FLIPPED, SLOTS, Part, Ring, RingLinks, Running, Segment, plan_of, result_of
 from sim.server import Gradient, digest_of
 
-from fabric.ftar.lanes.epoch_lanes import EpochLanes, FlatPlaces, LaneDirectory, LaneSection
+from fabric.ftar.lanes import EpochLanes, FlatPlaces, LaneDirectory, LaneSection
 from fabric.model import Record
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import summed_digest

@@ -9,8 +9,8 @@ import pytest
 
 from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.client.state.state_loader import StateLoader
-from fabric.ftar.lanes import epoch_lanes
-from fabric.ftar.lanes.epoch_lanes import RankLanes
+from fabric.ftar import lanes
+from fabric.ftar.lanes import RankLanes
 from fabric.model import Member, SnapshotRef
 from fabric.protocol.ranks import Ranks
 from fabric.protocol.rules.lanes import Lane, ReplicaLayout, lanes_of
@@ -19,9 +19,9 @@ Patch = pytest.MonkeyPatch
 
 
 def _change_lanes(patch: Patch, change: Callable[[tuple[Lane, ...]], tuple[Lane, ...]]) -> None:
-    patch.setattr(epoch_lanes, "lanes_of", lambda layouts: change(lanes_of(layouts)))
+    patch.setattr(lanes, "lanes_of", lambda layouts: change(lanes_of(layouts)))
     # The cache of the lanes of a roster must not outlive the bug.
-    patch.setattr(epoch_lanes, "_lanes_of_roster", epoch_lanes._lanes_of_roster.__wrapped__)
+    patch.setattr(lanes, "_lanes_of_roster", lanes._lanes_of_roster.__wrapped__)
 
 
 def sum_copies_wherever_they_lie(patch: Patch) -> None:
@@ -47,8 +47,8 @@ def keep_the_lanes_of_the_first_roster(patch: Patch) -> None:
     def first(layouts: Mapping[str, ReplicaLayout]) -> tuple[Lane, ...]:
         return known.setdefault(tuple(layouts), lanes_of(layouts))
 
-    patch.setattr(epoch_lanes, "lanes_of", first)
-    patch.setattr(epoch_lanes, "_lanes_of_roster", epoch_lanes._lanes_of_roster.__wrapped__)
+    patch.setattr(lanes, "lanes_of", first)
+    patch.setattr(lanes, "_lanes_of_roster", lanes._lanes_of_roster.__wrapped__)
 
 
 def reduce_lanes_in_an_order_of_ones_own(patch: Patch) -> None:

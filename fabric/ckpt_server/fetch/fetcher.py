@@ -37,7 +37,7 @@ from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.http.token_file import TokenFile
 
-# Fetches reduced gradients: asks one source after the other, and waits only briefly for each.
+# The fetcher asks one source after the other for a reduced gradient, and waits only briefly for each.
 #
 # A joining replica needs one gradient per step, and near the end of its catch-up the members wait for it.
 # So, while there are other sources, a slow source gets about a second, and is then asked last for a while.
@@ -67,98 +67,8 @@ class GradientMeta:
     source: str
 
 
-class GradientFetcher:
-    """Asks sources for gradients; one fetch at a time."""
-
-    def __init__(self, access: HttpAccess, idle: IdleConnections) -> None:
-        self._access = access
-        self._idle = idle
-        self._late: dict[str, float] = {}  # URL -> the time until which this source is asked after all others
-
-    def fetch(
-        self,
-        urls: Sequence[str],
-        generation: int,
-        step: int,
-        into: memoryview,
-        wait_s: float,
-        digest: Callable[[memoryview], str],
-    ) -> GradientMeta:
-        """Implement ``StateFetcher.fetch_gradient``."""
-        if into.readonly or not into.c_contiguous:
-            raise StateError("A gradient needs writable, contiguous memory as its target.")
-        sources = [Source(HttpAddress.parse(url)) for url in dict.fromkeys(urls)]
-        if not sources:
-            raise StateError(f"There is no source for the gradient of step {step}.")
-        now = time.monotonic()
-        late = [source for source in sources if self._late.get(source.url, now) > now]
-        waiting = [source for source in sources if source not in late]
-        deadline_s = now + wait_s
-        while waiting or late:
-            if not waiting:
-                waiting, late = late, []
-            source = waiting.pop(0)
-            left_s = max(0.0, deadline_s - time.monotonic())
-            if not left_s and source.failures:
-                break
-            try:
-                meta = self._ask(source, generation, step, into.cast("B"), left_s=left_s, is_last=not waiting)
-                _verify(digest(into.cast("B")[: meta.nbytes]), meta)
-                self._late.pop(source.url, None)
-                return meta
-            except _NotYet:
-                source.failures += 1
-                waiting.append(source)
-            except TimeoutError as error:
-                if waiting:
-                    self._late[source.url] = time.monotonic() + _LAST_S
-                    late.append(source)
-                else:
-                    source.error = source_error(error)
-            except (*TRANSIENT, StateError) as error:
-                source.error = source_error(error)
-            if self._access.sockets.closed:
-                raise StateError("The fetch was cancelled; nothing was loaded.")
-        if any(source.error is None for source in sources):
-            raise StateError(f"The gradient of step {step} was not published within {wait_s:g} s.")
-        raise all_failed(f"the gradient of step {step}", sources)
-
-    def _ask(
-        self, source: Source, generation: int, step: int, into: memoryview, *, left_s: float, is_last: bool
-    ) -> GradientMeta:
-        """Return the gradient from one source; wait for ``left_s``, or less if the source is not the last."""
-        wait_s = min(left_s, _WAIT_S if is_last else _TURN_S)
-        rest_s, rate = (
-            (self._access.timeout_s, LEAST_BYTES_PER_S) if is_last else (_LATE_S, _FAIR_BYTES_PER_S)
-        )
-        connection = self._idle.take(source.address)
-        complete = False
-        try:
-            path = f"/v1/gradients/{step}?generation={generation}&wait_s={wait_s:.3f}"
-            with connection.within(wait_s + rest_s):
-                response = connection.get(path, wait_s=wait_s)
-                if response.status != 200:
-                    error = refusal(response)
-                    not_yet = response.status == 409 and not isinstance(error, Gone)
-                    raise _NotYet(str(error)) if not_yet else error
-            meta = _gradient_meta(response, generation, step, source.url)
-            if not 0 < meta.nbytes <= len(into):
-                raise SourceRefused(f"its gradient has {meta.nbytes} bytes where {len(into)} fit")
-            with connection.within(rest_s + meta.nbytes / rate):
-                read_exactly(response, into[: meta.nbytes])
-            complete = True
-        finally:
-            self._idle.give(connection, reusable=complete)
-        return meta
-
-
 class _NotYet(StateError):
     """The source works, but does not have the gradient yet."""
-
-
-def _verify(digest: str, meta: GradientMeta) -> None:
-    if digest != meta.digest:
-        raise IntegrityError("it sent wrong bytes")
 
 
 def _number(text: str | None) -> int:
@@ -252,7 +162,8 @@ class StateFetcher:
         self.same_host = True
         self._unfinished = ""
         self._idle = IdleConnections(self._access)
-        self._gradients = GradientFetcher(self._access, self._idle)
+        # URL -> the time until which this source is asked for gradients after all others
+        self._late: dict[str, float] = {}
         self.warnings: list[str] = []
 
     def cancel(self) -> None:
@@ -321,7 +232,82 @@ class StateFetcher:
         Ask one source after the other; wait up to ``wait_s`` until a source publishes the gradient. Raises
         Gone when every source has dropped the gradient, else StateError; then ``into`` is undefined.
         """
-        return self._gradients.fetch(urls, generation, step, into, wait_s, digest)
+        if into.readonly or not into.c_contiguous:
+            raise StateError("A gradient needs writable, contiguous memory as its target.")
+        sources = [Source(HttpAddress.parse(url)) for url in dict.fromkeys(urls)]
+        if not sources:
+            raise StateError(f"There is no source for the gradient of step {step}.")
+        now = time.monotonic()
+        late = [source for source in sources if self._late.get(source.url, now) > now]
+        waiting = [source for source in sources if source not in late]
+        deadline_s = now + wait_s
+        while waiting or late:
+            if not waiting:
+                waiting, late = late, []
+            source = waiting.pop(0)
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not left_s and source.failures:
+                break
+            try:
+                meta = self._ask_gradient(
+                    source, generation, step, into.cast("B"), digest, left_s=left_s, is_last=not waiting
+                )
+                self._late.pop(source.url, None)
+                return meta
+            except _NotYet:
+                source.failures += 1
+                waiting.append(source)
+            except TimeoutError as error:
+                if waiting:
+                    self._late[source.url] = time.monotonic() + _LAST_S
+                    late.append(source)
+                else:
+                    source.error = source_error(error)
+            except (*TRANSIENT, StateError) as error:
+                source.error = source_error(error)
+            if self._access.sockets.closed:
+                raise StateError("The fetch was cancelled; nothing was loaded.")
+        if any(source.error is None for source in sources):
+            raise StateError(f"The gradient of step {step} was not published within {wait_s:g} s.")
+        raise all_failed(f"the gradient of step {step}", sources)
+
+    def _ask_gradient(
+        self,
+        source: Source,
+        generation: int,
+        step: int,
+        into: memoryview,
+        digest: Callable[[memoryview], str],
+        *,
+        left_s: float,
+        is_last: bool,
+    ) -> GradientMeta:
+        """Return the gradient from one source; wait for ``left_s``, or less if the source is not the last."""
+        wait_s = min(left_s, _WAIT_S if is_last else _TURN_S)
+        rest_s, rate = (
+            (self._access.timeout_s, LEAST_BYTES_PER_S) if is_last else (_LATE_S, _FAIR_BYTES_PER_S)
+        )
+        connection = self._idle.take(source.address)
+        complete = False
+        try:
+            path = f"/v1/gradients/{step}?generation={generation}&wait_s={wait_s:.3f}"
+            with connection.within(wait_s + rest_s):
+                response = connection.get(path, wait_s=wait_s)
+                if response.status != 200:
+                    error = refusal(response)
+                    not_yet = response.status == 409 and not isinstance(error, Gone)
+                    raise _NotYet(str(error)) if not_yet else error
+            meta = _gradient_meta(response, generation, step, source.url)
+            if not 0 < meta.nbytes <= len(into):
+                raise SourceRefused(f"its gradient has {meta.nbytes} bytes where {len(into)} fit")
+            with connection.within(rest_s + meta.nbytes / rate):
+                read_exactly(response, into[: meta.nbytes])
+            complete = True
+        finally:
+            self._idle.give(connection, reusable=complete)
+        if digest(into[: meta.nbytes]) != meta.digest:
+            raise IntegrityError("it sent wrong bytes")
+        return meta
 
     def _stripe(
         self,

@@ -17,10 +17,9 @@ from typing import Any
 
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
 from fabric.ckpt_server.server.durable_jobs import DurableJobs, PersistRequest
-from fabric.ckpt_server.server.lifetime import Lifetime
 from fabric.ckpt_server.server.slot_content import gradient_content, snapshot_content
 from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotTable
-from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, TrainerWatch
+from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, Lifetime, TrainerWatch
 from fabric.ckpt_server.server.unix_sockets import Response, UnixConnection, serve_each
 from fabric.ckpt_server.wire.channel_protocol import MAX_LINE_BYTES, decode_line
 from fabric.errors import FabricError, ProtocolError, Refused

@@ -47,46 +47,6 @@ from fabric.errors import StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.priority import lower_priority
 
-
-class StreamEvent(Protocol):
-    """A point in a device's work."""
-
-    def synchronize(self) -> None:
-        """Block the host until the device has reached this point."""
-
-
-class CopyStream(Protocol):
-    """The operations of a device that a snapshot needs; ``CudaCopyStream`` implements them."""
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether this tensor is in the device's memory."""
-
-    def register(self, memory: Bytes) -> None:
-        """Register host memory, so that copies to it do not block; from any thread, repeated calls are
-        free."""
-
-    def begin(self) -> None:
-        """Let all later copies see all earlier compute work."""
-
-    def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
-        """Enqueue the copy of flat ``tensors``, one behind the other, into ``memory``."""
-
-    def end(self) -> StreamEvent:
-        """Return an event that happens after all enqueued copies."""
-
-    def bring(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
-        """Copy flat ``tensors``, one behind the other, into ``memory``; return when they are there."""
-
-    def staging(self, nbytes: int) -> Bytes:
-        """Return page-locked host memory."""
-
-    def hold(self, event: Any) -> None:
-        """Let later compute work wait on the device for ``event``."""
-
-    def close(self) -> None:
-        """Undo every registration."""
-
-
 # Digests a state on a device without a copy of the whole state: block by block, through page-locked memory.
 #
 # Any thread takes a block, brings it to the host over the side stream and digests it there. Several threads
@@ -96,7 +56,9 @@ class CopyStream(Protocol):
 class StagedDigestPass(BlockPass):
     """Digests ``view``. ``staging`` holds free buffers of BLOCK_BYTES, one for each thread that may help."""
 
-    def __init__(self, view: StateView, device: CopyStream, staging: "queue.SimpleQueue[Bytes]") -> None:
+    def __init__(
+        self, view: StateView, device: "CudaCopyStream", staging: "queue.SimpleQueue[Bytes]"
+    ) -> None:
         super().__init__(view.nbytes, ())
         self._header = np.frombuffer(view.header, np.uint8)
         self._extents = tensor_extents(view)
@@ -278,9 +240,12 @@ class CudaCopyStream:
         self._registering = threading.Lock()
 
     def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor is in the device's memory."""
         return tensor.device == self._device
 
     def register(self, memory: Bytes) -> None:
+        """Register host memory, so that copies to it do not block; from any thread, repeated calls are
+        free."""
         with self._registering:
             self._register(memory)
 
@@ -306,33 +271,40 @@ class CudaCopyStream:
                 torch.zeros(1, device=self._device)
 
     def begin(self) -> None:
+        """Let all later copies see all earlier compute work."""
         ready = _cuda.Event()
         ready.record(_cuda.current_stream(self._device))
         self._stream.wait_event(ready)
 
     def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        """Enqueue the copy of flat ``tensors``, one behind the other, into ``memory``."""
         with _cuda.stream(self._stream):
             # The gathered copy belongs to the side stream, so that torch does not reuse its memory too early.
             source = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             torch.from_numpy(memory).copy_(source, non_blocking=True)
 
-    def end(self) -> StreamEvent:
-        done: StreamEvent = _cuda.Event(blocking=True)  # the waiting thread sleeps, and does not spin
+    def end(self) -> Any:
+        """Return an event that happens after all enqueued copies."""
+        done = _cuda.Event(blocking=True)  # the waiting thread sleeps, and does not spin
         self._stream.record_event(done)
         return done
 
     def bring(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        """Copy flat ``tensors``, one behind the other, into ``memory``; return when they are there."""
         self.copy(tensors, memory)
         self.end().synchronize()
 
     def staging(self, nbytes: int) -> Bytes:
+        """Return page-locked host memory."""
         memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu").numpy()
         return memory
 
     def hold(self, event: Any) -> None:
+        """Let later compute work wait on the device for ``event``."""
         _cuda.current_stream(self._device).wait_event(event)
 
     def close(self) -> None:
+        """Undo every registration."""
         self._stream.synchronize()
         with _cuda.device(self._device):
             while self._registered:
@@ -350,14 +322,14 @@ class _DeviceCopy:
     view: StateView  # keeps the tensors alive until join
     copying: CopyPass
     host: SharedWork[TensorExtent]  # the copies of the host tensors
-    event: StreamEvent  # occurs after the copies of the device tensors
+    event: Any  # occurs after the copies of the device tensors
 
 
 class CudaCopier:
     """Copies device tensors by a stream and host tensors (Adam's step counters) by threads; then digests."""
 
-    def __init__(self, stream: CopyStream | None = None) -> None:
-        self._stream: CopyStream = CudaCopyStream() if stream is None else stream
+    def __init__(self, stream: CudaCopyStream | None = None) -> None:
+        self._stream = CudaCopyStream() if stream is None else stream
         self._host = _pool(_HOST_THREADS, _NICENESS)
         self._digesting = _pool(_digest_threads(), _NICENESS)
         self._current: _DeviceCopy | None = None
@@ -424,7 +396,7 @@ class CudaCopier:
         self._stream.close()
 
 
-def _digest(event: StreamEvent, host: "SharedWork[TensorExtent]", copying: CopyPass) -> None:
+def _digest(event: Any, host: "SharedWork[TensorExtent]", copying: CopyPass) -> None:
     """Digest when all bytes are in the target."""
     try:
         event.synchronize()

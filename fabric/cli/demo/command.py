@@ -26,8 +26,7 @@ from rich.text import Text
 
 from fabric.audit.audit import Evidence, absent
 from fabric.audit.journal import JournalLine, ReplicaJournal, lines_of, read_run
-from fabric.audit.summary import mean_loss, step_gaps
-from fabric.audit.verify import Verdict, judge, verify, write_summary
+from fabric.audit.summary import Verdict, judge, mean_loss, step_gaps, verify, write_summary
 from fabric.cli.terminal_text import plain_console, print_table
 from fabric.drill.report.charts import ChartMark, ChartPoint, ChartSpan, bars, colour, curves, rosters
 from fabric.drill.report.documents import (

@@ -37,7 +37,7 @@ from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError, RoundsFailed
 from fabric.exit_codes import FAILED, RESTART
-from fabric.ftar.lanes.epoch_lanes import LaneDirectory
+from fabric.ftar.lanes import LaneDirectory
 from fabric.ftar.plane import DataPlane
 from fabric.model import Fence, Record, SpeedMeasurement, first_of, incident_id_of
 from fabric.protocol.member.core import MemberCore

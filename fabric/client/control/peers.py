@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from fabric.client.control import link_echo
 from fabric.errors import FabricError, ProtocolError, Unconnected
-from fabric.ftar.lanes.epoch_lanes import LaneDirectory
-from fabric.ftar.lanes.lane_plane import LanePlane
+from fabric.ftar.lanes import LaneDirectory, LanePlane
 from fabric.ftar.plane import DataPlane, Ring
 from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io

@@ -23,8 +23,7 @@ from fabric.client.process.step_clock import StepClock
 from fabric.client.process.worker import Worker
 from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
-from fabric.ftar.lanes.epoch_lanes import LaneDirectory
-from fabric.ftar.lanes.lane_plane import LanePlane
+from fabric.ftar.lanes import LaneDirectory, LanePlane
 from fabric.ftar.plane import DataPlane
 from fabric.model import StepTimes
 from fabric.protocol.messages import member_events as io

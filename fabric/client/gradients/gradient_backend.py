@@ -22,14 +22,12 @@ import xxhash
 from fabric.ckpt_server.format.digest import bytes_digest
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import Bucket, FlatGradients, NamedParameter
-from fabric.ftar.communicators.process_group_plane import GroupPlane, NcclFactory
-from fabric.ftar.device.cuda import CudaDevice
-from fabric.ftar.device.device_api import Device, DeviceEvent
+from fabric.ftar.device.cuda import CudaDevice, CudaEvent
 from fabric.ftar.device.device_ring import CHUNK_BYTES, DeviceRing
 from fabric.ftar.host.cpu_ring import CpuRing
-from fabric.ftar.lanes.epoch_lanes import LaneDirectory
-from fabric.ftar.lanes.lane_plane import LanePlane
+from fabric.ftar.lanes import LaneDirectory, LanePlane
 from fabric.ftar.plane import DataPlane
+from fabric.ftar.process_group_plane import GroupPlane, NcclFactory
 from fabric.runtime.config import Settings
 
 # The digest of a gradient in a device's memory, computed there.
@@ -114,7 +112,7 @@ class GradientBackend(Protocol):
     def parts_digest(self) -> int:
         """Exchange thread, at the end of a round: return the sum of the parts' digests, modulo 2**64."""
 
-    def copy_out(self, slot: torch.Tensor) -> DeviceEvent | None:
+    def copy_out(self, slot: torch.Tensor) -> CudaEvent | None:
         """Exchange thread, after ``digest``: begin to copy the result to ``slot``.
 
         Returns the event at which the slot holds the result; None: it does so now.
@@ -176,7 +174,7 @@ class HostBackend:
     def parts_digest(self) -> int:
         return self._parts % 2**64
 
-    def copy_out(self, slot: torch.Tensor) -> DeviceEvent | None:
+    def copy_out(self, slot: torch.Tensor) -> CudaEvent | None:
         """Nothing to copy."""
         return None
 
@@ -196,17 +194,17 @@ class HostBackend:
 class DeviceBackend:
     """Gradients of one device: ``nbytes`` of its memory hold them flat."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self._device = device
         self._flat = device.memory(nbytes)
         self._stream, self._copies, self._checks = device.stream(), device.stream(), device.stream()
         self._digests = DeviceDigest(self._flat.device)
         self._parts: list[tuple[int, int]] = []  # bytes and seed of each digested lane
         self._part_sums: list[torch.Tensor] = []
-        self._ready: DeviceEvent | None = None
-        self._left: DeviceEvent | None = None
+        self._ready: CudaEvent | None = None
+        self._left: CudaEvent | None = None
         # The event at which the newest copy of the flat buffer is in its slot.
-        self._copied: DeviceEvent | None = None
+        self._copied: CudaEvent | None = None
         # Address of the slot whose round has the same content as the flat buffer.
         self._copied_to = 0
 
@@ -256,7 +254,7 @@ class DeviceBackend:
         ]
         return sum(xxhash.xxh3_64_intdigest(name.encode(), seed) for name, seed in names) % 2**64
 
-    def copy_out(self, slot: torch.Tensor) -> DeviceEvent | None:
+    def copy_out(self, slot: torch.Tensor) -> CudaEvent | None:
         self._copies.wait(self._stream.record())
         self._copies.run(lambda: slot.copy_(self._flat, non_blocking=True))
         self._copied = self._copies.record()
@@ -333,7 +331,7 @@ def choose_backend(
 
 
 def device_backend(
-    device: Device,
+    device: CudaDevice,
     settings: Settings,
     gradients: FlatGradients,
     on_piece: Callable[[int], None],

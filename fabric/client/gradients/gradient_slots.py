@@ -16,7 +16,7 @@ import torch
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import FabricError, StateError
-from fabric.ftar.device.device_api import DeviceEvent
+from fabric.ftar.device.cuda import CudaEvent
 from fabric.ftar.plane import DataPlane
 from fabric.protocol.messages.member_events import PreparedRound
 
@@ -38,7 +38,7 @@ class GradientSlot:
     used: int = 0  # sequence number of the slot's last use; 0: never used
     bytes_digest: str = ""  # digest of the buffer, where the round's digest covers more than the buffer
     absent: frozenset[str] = frozenset()  # the parameters for which no member of the round has a gradient
-    copied: DeviceEvent | None = None  # the event at which the device has copied the result to the buffer
+    copied: CudaEvent | None = None  # the event at which the device has copied the result to the buffer
 
     def settle(self) -> None:
         """Wait until the buffer holds its round's result. Raises RuntimeError for a lost device."""

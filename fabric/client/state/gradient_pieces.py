@@ -13,7 +13,7 @@ import torch
 from fabric.ckpt_server.fetch.fetcher import GradientMeta, StateFetcher
 from fabric.ckpt_server.format.digest import bytes_digest
 from fabric.errors import FabricError, Gone, StateError
-from fabric.ftar.lanes.epoch_lanes import FlatPlaces, LaneDirectory
+from fabric.ftar.lanes import FlatPlaces, LaneDirectory
 from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.rules.lanes import HeldParameter

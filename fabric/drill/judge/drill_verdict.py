@@ -11,8 +11,7 @@ from itertools import pairwise
 
 from fabric.audit.audit import Evidence, finished
 from fabric.audit.journal import JournalLine, lines_of
-from fabric.audit.summary import RunSummary
-from fabric.audit.verify import Verdict, judge
+from fabric.audit.summary import RunSummary, Verdict, judge
 from fabric.drill.judge.drill_record import WIPED, DrillRecord, HeadlineSighting, InjectedFault, RecoveryFacts
 from fabric.drill.judge.expectations import DEFAULTS, MAY_LOSE, Expectation, MeasureUnit, parse_expectation
 

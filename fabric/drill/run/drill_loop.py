@@ -1,122 +1,166 @@
-"""The drill of a started job: warm up, play the schedule, gather the records."""
+"""The drill of a job: play the schedule, gather the records. ``DrillRun`` starts the job that it drills."""
 
+import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from fabric.audit.journal import RecordedRun, read_run
 from fabric.drill.injection.drilled_processes import DrilledProcesses
 from fabric.drill.injection.undo_guard import UndoGuard
-from fabric.drill.judge.drill_record import DrillRecord, InjectedFault, RecoveryFacts, read_recoveries
+from fabric.drill.judge.drill_record import (
+    DrillRecord,
+    HeadlineSighting,
+    InjectedFault,
+    RecoveryFacts,
+    StepSighting,
+    read_recoveries,
+)
 from fabric.drill.run.journal_watch import JournalWatch
 from fabric.drill.run.started_faults import DrillScene, play
 from fabric.drill.run.started_job import JOB, JobOptions, StartedJob
-from fabric.drill.run.status_poller import StatusPoller
 from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
 from fabric.errors import FabricError
+from fabric.runtime.http.lighthouse_client import Lighthouses
 
 # Each replica commits so many steps before the first fault, and after a fault before the next.
 WARM_STEPS = 3
 BACK_STEPS = 2
 WARM_S = 300.0
 BACK_S = 240.0
+_ASK_EVERY_S = 1.0
+
+
+class StatusPoller:
+    """Asks for the job's status in a thread, from ``start`` to ``close``: a stopped lighthouse answers late.
+
+    ``sightings`` has the steps that the lighthouse named, ``headlines`` its first lines.
+    """
+
+    def __init__(self, client: Lighthouses) -> None:
+        self._client = client
+        self._over = threading.Event()
+        self.sightings: list[StepSighting] = []
+        self.headlines: list[HeadlineSighting] = []
+        self._thread = threading.Thread(target=self._run, name="fabric-drill-status", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(timeout=10.0)
+
+    def _run(self) -> None:
+        while not self._over.wait(_ASK_EVERY_S):
+            self._look()
+        self._look()  # the last fault's replica may be back since the look before
+
+    def _look(self) -> None:
+        with suppress(FabricError):
+            status = self._client.ask(self._client.path())
+            now = time.time()
+            self.sightings += _sightings(status, now)
+            if isinstance(status, dict) and isinstance(text := status.get("headline"), str):
+                self.headlines.append(HeadlineSighting(now, text))
+
+
+def _sightings(status: Any, now: float) -> list[StepSighting]:
+    """Return the steps of the connected members; of another form of status, none."""
+    members = status.get("members") if isinstance(status, dict) else None
+    return [
+        StepSighting(now, str(member.get("replica")), member["step"])
+        for member in members or ()
+        if isinstance(member, dict) and member.get("connected") and isinstance(member.get("step"), int)
+    ]
 
 
 @dataclass
-class DrillRun:
-    """One drill of a job that it starts. ``say`` gets a sentence for each thing that happens."""
+class ScheduledDrill:
+    """Plays a schedule against a job. ``say`` gets a sentence for each thing that happens."""
 
-    options: JobOptions
+    client: Lighthouses
     schedule: DrillSchedule
     say: Callable[[str], None]
-    faults: list[InjectedFault] = field(default_factory=list)
+    play: Callable[[ScheduledFault], list[InjectedFault]]
+    steps: Callable[[], dict[str, int]]  # of the replicas, as far as they are known
+    # Makes the condition that all replicas have committed BACK_STEPS more, counted from now.
+    back: Callable[[], Callable[[], bool]]
+    pause: Callable[[], None]
+    is_over: Callable[[], bool] = lambda: False  # whether the job has finished
     # The recovery records by id, read before each fault, because a fault may wipe the store.
     _recoveries: dict[object, object] = field(default_factory=dict)
 
     def run(self) -> DrillRecord:
-        """Run the drill; return its records. Raises FabricError where the job or the drill cannot go on."""
-        with StartedJob(self.options) as job, closing(UndoGuard()) as guard:
-            watch = JournalWatch({name: job.journal(name) for name in job.replicas})
-            scene = DrillScene(DrilledProcesses(JOB, job.processes.mark), watch, guard, job)
-            urls = ", ".join(job.urls.values())
-            self.say(f"the job runs; lighthouse: {urls} (token: {job.token_file})")
-            self._wait(scene, WARM_S, "to warm up", _committed(scene, WARM_STEPS))
-            poller = StatusPoller(job.client)
-            with closing(poller):
-                poller.start()
-                self._play_all(scene)
-                ended = time.time()
-                recoveries = self._read_recoveries(job)
-            is_over = job.is_over()
-        for name, counts in watch.counts().items() if is_over else ():
-            job.note("journal", replica=name, lines=counts)  # so that no journal can lose a line
-        run = read_run(self.options.out)
+        """Play the schedule; return what is known without journals. Raises FabricError."""
+        faults: list[InjectedFault] = []
+        with closing(StatusPoller(self.client)) as poller:
+            poller.start()
+            begun = time.monotonic()
+            for number, fault in enumerate(self.schedule.faults, start=1):
+                while not self._is_due(fault, begun):
+                    self.pause()
+                    if self.is_over():
+                        raise FabricError(
+                            f"the job finished before fault {number} ({fault}): give it more steps, or a "
+                            "shorter schedule"
+                        )
+                self._gather()
+                self.say(f"fault {number} of {len(self.schedule.faults)}: {fault}")
+                played = self.play(fault)
+                faults += played
+                for record in played:
+                    self.say(f"  {record.title}: {record.observed or 'NO EFFECT SEEN'}; then {record.undone}")
+                # After a late replica the drill goes on, because the judge notices what is missing.
+                if late := self.wait(BACK_S, self.back()):
+                    self.say(f"  the replicas took over {BACK_S:g} s to be back after {fault}: {late}")
+            while time.monotonic() - begun < self.schedule.least_s and not self.is_over():
+                self.pause()
+            ended, recoveries = time.time(), self._read_recoveries()
         return DrillRecord(
-            run=RecordedRun(run.journals, run.supervisor),
-            ended=time.time() if is_over else ended,
-            faults=tuple(self.faults),
+            run=RecordedRun({}),
+            ended=ended,
+            faults=tuple(faults),
             recoveries=recoveries,
-            sightings=poller.sightings,
-            headlines=poller.headlines,
-            is_over=is_over,
+            sightings=tuple(poller.sightings),
+            headlines=tuple(poller.headlines),
+            is_over=self.is_over(),
         )
 
-    def _play_all(self, scene: DrillScene) -> None:
-        begun = time.monotonic()
-        for number, fault in enumerate(self.schedule.faults, start=1):
-            while not self._is_due(scene, fault, begun):
-                scene.pause()
-                if scene.job.is_over():
-                    raise FabricError(
-                        f"the job finished before fault {number} ({fault}): give it more steps, or a "
-                        "shorter schedule"
-                    )
-            self._gather(scene.job)
-            self.say(f"fault {number} of {len(self.schedule.faults)}: {fault}")
-            played = play(scene, fault)
-            self.faults += played
-            for record in played:
-                evidence = {"observed": record.observed, "undone": record.undone}
-                scene.job.note("fault", record.began, fault=record.title, **evidence)
-                self.say(f"  {record.title}: {record.observed or 'NO EFFECT SEEN'}; then {record.undone}")
-            self._wait(scene, BACK_S, f"to be back after {fault}", _committed(scene, BACK_STEPS))
-        while time.monotonic() - begun < self.schedule.least_s and not scene.job.is_over():
-            scene.pause()
+    def wait(self, within_s: float, condition: Callable[[], bool]) -> str:
+        """Wait for ``condition`` or the job's end; return the steps where that takes too long."""
+        deadline = time.monotonic() + within_s
+        while not condition() and not self.is_over():
+            self.pause()
+            if time.monotonic() > deadline:
+                return (
+                    ", ".join(f"{name} at step {step}" for name, step in self.steps().items()) or "no steps"
+                )
+        return ""
 
-    @staticmethod
-    def _is_due(scene: DrillScene, fault: ScheduledFault, begun: float) -> bool:
+    def _is_due(self, fault: ScheduledFault, begun: float) -> bool:
         if time.monotonic() - begun < fault.after_s:
             return False
-        views = scene.watch.replicas
-        steps = [views[fault.target].step] if fault.target else [view.step for view in views.values()]
-        return fault.step is None or min(steps) >= fault.step
+        if fault.step is None:
+            return True
+        steps = self.steps()
+        wanted = [steps.get(fault.target, -1)] if fault.target else list(steps.values())
+        return min(wanted, default=-1) >= fault.step
 
-    def _wait(self, scene: DrillScene, within_s: float, what: str, condition: Callable[[], bool]) -> None:
-        """Wait for ``condition``; after ``within_s`` go on, because the judge notices what is missing."""
-        deadline = time.monotonic() + within_s
-        while not condition() and not scene.job.is_over():
-            scene.pause()
-            if time.monotonic() > deadline:
-                views = scene.watch.replicas.values()
-                steps = ", ".join(f"{view.replica} at step {view.step}" for view in views)
-                if what == "to warm up":
-                    raise FabricError(f"the job took over {within_s:g} s {what} ({steps}): see its logs")
-                self.say(f"  the replicas took over {within_s:g} s {what}: {steps}")
-                return
-
-    def _gather(self, job: StartedJob) -> str:
+    def _gather(self) -> str:
         """Read the recovery records of the lighthouse; return why that was impossible, or an empty string."""
-        client = job.client
         try:
-            entries = client.ask_lines(client.path("recoveries"))
+            entries = self.client.ask_lines(self.client.path("recoveries"))
         except FabricError as error:
             return str(error)
         self._recoveries |= {entry.get("id"): entry for entry in entries if isinstance(entry, dict)}
         return ""
 
-    def _read_recoveries(self, job: StartedJob) -> tuple[RecoveryFacts, ...] | None:
-        problem = self._gather(job)
+    def _read_recoveries(self) -> tuple[RecoveryFacts, ...] | None:
+        problem = self._gather()
         try:
             recoveries = read_recoveries(list(self._recoveries.values()))
         except FabricError as error:
@@ -126,15 +170,57 @@ class DrillRun:
         return None if problem else recoveries
 
 
-def _committed(scene: DrillScene, more: int) -> Callable[[], bool]:
+@dataclass(frozen=True, slots=True)
+class DrillRun:
+    """One drill of a job that it starts."""
+
+    options: JobOptions
+    schedule: DrillSchedule
+    say: Callable[[str], None]
+
+    def run(self) -> DrillRecord:
+        """Run the drill; return its records. Raises FabricError where the job or the drill cannot go on."""
+        with StartedJob(self.options) as job, closing(UndoGuard()) as guard:
+            watch = JournalWatch({name: job.journal(name) for name in job.replicas})
+            scene = DrillScene(DrilledProcesses(JOB, job.processes.mark), watch, guard, job)
+            urls = ", ".join(job.urls.values())
+            self.say(f"the job runs; lighthouse: {urls} (token: {job.token_file})")
+            drill = ScheduledDrill(
+                job.client,
+                self.schedule,
+                self.say,
+                play=partial(_play, scene),
+                steps=lambda: {name: view.step for name, view in watch.replicas.items()},
+                back=partial(_committed, watch, BACK_STEPS),
+                pause=scene.pause,
+                is_over=job.is_over,
+            )
+            if cold := drill.wait(WARM_S, _committed(watch, WARM_STEPS)):
+                raise FabricError(f"the job took over {WARM_S:g} s to warm up ({cold}): see its logs")
+            record = drill.run()
+        for name, counts in watch.counts().items() if record.is_over else ():
+            job.note("journal", replica=name, lines=counts)  # so that no journal can lose a line
+        ended = time.time() if record.is_over else record.ended
+        return replace(record, run=read_run(self.options.out), ended=ended)
+
+
+def _play(scene: DrillScene, fault: ScheduledFault) -> list[InjectedFault]:
+    """Play a fault, and note it in the job's records."""
+    played = play(scene, fault)
+    for record in played:
+        evidence = {"observed": record.observed, "undone": record.undone}
+        scene.job.note("fault", record.began, fault=record.title, **evidence)
+    return played
+
+
+def _committed(watch: JournalWatch, more: int) -> Callable[[], bool]:
     """Return whether each replica's living process has committed ``more`` steps from now on."""
-    before = {name: view.total for name, view in scene.watch.replicas.items()}
+    before = {name: view.total for name, view in watch.replicas.items()}
 
     def have() -> bool:
-        views = scene.watch.replicas.values()
         return all(
             (view.total - before[view.replica] >= more and view.commits >= more) or view.is_finished
-            for view in views
+            for view in watch.replicas.values()
         )
 
     return have

@@ -3,14 +3,15 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fabric.audit.journal import RecordedRun, read_journals
-from fabric.drill.judge.drill_record import DrillRecord, InjectedFault, RecoveryFacts, read_recoveries
-from fabric.drill.run.status_poller import StatusPoller
+from fabric.drill.judge.drill_record import DrillRecord, InjectedFault
+from fabric.drill.run.drill_loop import BACK_STEPS, ScheduledDrill
 from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
 from fabric.drill.schedule.fault_table import FaultNeed, FaultScope
 from fabric.errors import FabricError, Refused
@@ -19,20 +20,8 @@ from fabric.runtime.http.lighthouse_client import Lighthouses, understood
 # The lighthouse ends a drill that is not renewed for ten seconds.
 _RENEW_S = 2.0
 _POLL_S = 0.2
-SEEN_S, UNDONE_S, BACK_S = 120.0, 240.0, 240.0
-_BACK_STEPS = 2
+SEEN_S, UNDONE_S = 120.0, 240.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-@dataclass(frozen=True, slots=True)
-class RunningOptions:
-    """The drill of a running job."""
-
-    client: Lighthouses
-    who: str
-    why: str
-    may_lose: bool = False
-    journals: Path | None = None  # a folder with the journals of the replicas, if this host can read them
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +37,7 @@ class RunningJob:
     """The job as the lighthouse shows it."""
 
     def __init__(self, client: Lighthouses) -> None:
-        self._client = client
+        self.client = client
         self.drill = ""
 
     def replicas(self) -> dict[str, DrilledReplica]:
@@ -65,10 +54,9 @@ class RunningJob:
         met = {FaultNeed.TRAINERS}
         return frozenset(met | ({FaultNeed.TWO_REPLICAS} if len(self.replicas()) > 2 else set()))
 
-    def begin(self, options: RunningOptions) -> None:
+    def begin(self, who: str, why: str, may_lose: bool) -> None:
         """Begin the drill. Raises Refused with the lighthouse's sentence."""
-        body = {"who": options.who, "why": options.why, "yes_lose_it": options.may_lose}
-        answer = self._ask("drill", body=body)
+        answer = self._ask("drill", body={"who": who, "why": why, "yes_lose_it": may_lose})
         with understood("the lighthouse"):
             self.drill = str(answer["drill"])
 
@@ -104,104 +92,102 @@ class RunningJob:
     def steps(self) -> dict[str, int]:
         """Return the steps of the connected members that run; empty where no lighthouse answers."""
         with suppress(FabricError, TypeError, LookupError, ValueError):
-            members = self._client.ask(self._client.path())["members"]
+            members = self.client.ask(self.client.path())["members"]
             running = [x for x in members if x.get("connected") and str(x.get("phase")).startswith("run")]
             return {str(x["replica"]): int(x["step"]) for x in running}
         return {}
 
-    def recoveries(self) -> tuple[RecoveryFacts, ...] | None:
-        """Return the recovery records; None where they cannot be read."""
-        try:
-            return read_recoveries(self._client.ask_lines(self._client.path("recoveries")))
-        except FabricError:
-            return None
-
     def _ask(self, *rest: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        answer = self._client.ask(self._client.path(*rest), body)
+        answer = self.client.ask(self.client.path(*rest), body)
         if not isinstance(answer, dict):
             raise Refused("the lighthouse answered no drill: use a lighthouse of this version")
         return answer
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class RunningDrill:
     """One drill of a running job. ``say`` gets a sentence for each thing that happens."""
 
-    options: RunningOptions
+    job: RunningJob
     schedule: DrillSchedule
     say: Callable[[str], None]
-    faults: list[InjectedFault] = field(default_factory=list)
+    who: str
+    why: str
+    may_lose: bool = False
+    journals: Path | None = None  # a folder with the journals of the replicas, if this host can read them
 
     def run(self) -> DrillRecord:
         """Run the drill; return its records. Raises FabricError where it cannot begin or go on."""
-        job = RunningJob(self.options.client)
-        self._check_hosts(job)
+        job = self.job
+        self._check_hosts()
+        drill = ScheduledDrill(
+            job.client,
+            self.schedule,
+            self.say,
+            self._play,
+            job.steps,
+            self._back,
+            partial(time.sleep, _POLL_S),
+        )
         began = time.time()
-        job.begin(self.options)
-        self.say(f"drill {job.drill} of job {self.options.client.job}: see `fabric events`")
+        job.begin(self.who, self.why, self.may_lose)
+        self.say(f"drill {job.drill} of job {job.client.job}: see `fabric events`")
         over = threading.Event()
         renewing = threading.Thread(target=_renew, args=(job, over), name="fabric-drill-renew", daemon=True)
         renewing.start()
-        poller = StatusPoller(self.options.client)
         try:
-            with closing(poller):
-                poller.start()
-                self._play_all(job)
-                recoveries = job.recoveries()
+            record = drill.run()
         finally:
             over.set()
             renewing.join()
             job.end()
-        ended = time.time()
-        return DrillRecord(
-            run=RecordedRun(self._journals(), ()),
-            ended=ended,
-            faults=tuple(self.faults),
-            recoveries=recoveries,
-            sightings=poller.sightings,
-            headlines=poller.headlines,
-            is_over=False,
-            began=began,
-        )
+        journals = {} if self.journals is None else read_journals(self.journals)
+        if self.journals is not None and not journals:
+            self.say(f"{self.journals} holds no journal, so none is read")
+        return replace(record, run=RecordedRun(journals), began=began, ended=time.time())
 
-    def _play_all(self, job: RunningJob) -> None:
-        begun = time.monotonic()
-        for number, fault in enumerate(self.schedule.faults, start=1):
-            while time.monotonic() - begun < fault.after_s or not _is_at_step(job, fault):
-                time.sleep(_POLL_S)
-            self.say(f"fault {number} of {len(self.schedule.faults)}: {fault}")
-            record = self._play(job, fault)
-            self.faults.append(record)
-            self.say(f"  {record.title}: {record.observed or 'NO EFFECT SEEN'}; then {record.undone}")
-            self._wait_back(job, fault)
-        while time.monotonic() - begun < self.schedule.least_s:
-            time.sleep(_POLL_S)
-
-    def _play(self, job: RunningJob, fault: ScheduledFault) -> InjectedFault:
+    def _play(self, fault: ScheduledFault) -> list[InjectedFault]:
+        job = self.job
         replicas = job.replicas()
         targets = _targets(fault, tuple(sorted(replicas)))
         kind = "kill" if fault.fault in ("kill-two", "kill-all") else fault.fault
         began = time.time()
         numbers = [job.inject(kind, name, fault.duration_s, fault.point) for name in targets]
-        observed = self._evidence(job, numbers, "observed", max(SEEN_S, fault.duration_s))
+        observed = self._evidence(numbers, "observed", max(SEEN_S, fault.duration_s))
         is_kill = kind == "kill"
-        undone = self._evidence(job, numbers, "undone", fault.duration_s + UNDONE_S)
-        return InjectedFault(
-            name=fault.fault,
-            targets=targets,
-            began=began,
-            ended=max(began, min(time.time(), began + fault.duration_s)),
-            observed=observed,
-            undone=undone,
-            pids={name: replicas[name].pid for name in targets if name in replicas} if is_kill else {},
-            kills=is_kill,
-        )
+        undone = self._evidence(numbers, "undone", fault.duration_s + UNDONE_S)
+        return [
+            InjectedFault(
+                name=fault.fault,
+                targets=targets,
+                began=began,
+                ended=max(began, min(time.time(), began + fault.duration_s)),
+                observed=observed,
+                undone=undone,
+                pids={name: replicas[name].pid for name in targets if name in replicas} if is_kill else {},
+                kills=is_kill,
+            )
+        ]
 
-    def _evidence(self, job: RunningJob, numbers: list[int], name: str, within_s: float) -> str:
+    def _back(self) -> Callable[[], bool]:
+        names = set(self.job.replicas()) | set(self.job.steps())
+        before = -1  # the job's step when all replicas ran again; after a cold start it may be a lower one
+
+        def have() -> bool:
+            nonlocal before
+            steps = self.job.steps()
+            if not names or not names <= set(steps):
+                return False
+            before = max(steps.values()) if before < 0 else before
+            return min(steps.values()) >= before + BACK_STEPS
+
+        return have
+
+    def _evidence(self, numbers: list[int], name: str, within_s: float) -> str:
         """Wait for the evidence of all orders; return it, or an empty string. Raises Refused."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
-            states = [job.fault(number) for number in numbers]
+            states = [self.job.fault(number) for number in numbers]
             if problem := next((str(x["problem"]) for x in states if x["problem"]), ""):
                 raise Refused(f"{states[0]['fault']} {states[0]['replica']} cannot be played: {problem}")
             if all(x[name] for x in states):
@@ -209,23 +195,9 @@ class RunningDrill:
             time.sleep(_POLL_S)
         return ""
 
-    def _wait_back(self, job: RunningJob, fault: ScheduledFault) -> None:
-        """Wait until every replica has committed two steps more; go on when that takes too long."""
-        names = set(job.replicas()) | set(job.steps())
-        before = -1  # the job's step when all replicas ran again; after a cold start it may be a lower one
-        deadline = time.monotonic() + BACK_S
-        while time.monotonic() < deadline:
-            steps = job.steps()
-            if names and names <= set(steps):
-                before = max(steps.values()) if before < 0 else before
-                if min(steps.values()) >= before + _BACK_STEPS:
-                    return
-            time.sleep(_POLL_S)
-        self.say(f"  the replicas took over {BACK_S:g} s to be back after {fault}")
-
-    def _check_hosts(self, job: RunningJob) -> None:
+    def _check_hosts(self) -> None:
         """Raise Refused where a fault of a whole host would hit the drill's own."""
-        replicas, own = job.replicas(), _BOOT_ID.read_text().strip()
+        replicas, own = self.job.replicas(), _BOOT_ID.read_text().strip()
         for fault in self.schedule.faults:
             target = replicas.get(fault.target)
             if fault.kind.scope is FaultScope.REPLICA_HOST and target is not None and target.host == own:
@@ -234,27 +206,11 @@ class RunningDrill:
                     "drill from another host"
                 )
 
-    def _journals(self) -> dict[str, Any]:
-        if self.options.journals is None:
-            return {}
-        journals = read_journals(self.options.journals)
-        if not journals:
-            self.say(f"{self.options.journals} holds no journal, so none is read")
-        return dict(journals)
-
 
 def _renew(job: RunningJob, over: threading.Event) -> None:
     while not over.wait(_RENEW_S):
         with suppress(FabricError):  # the next question about a fault says that the drill is over
             job.renew()
-
-
-def _is_at_step(job: RunningJob, fault: ScheduledFault) -> bool:
-    if fault.step is None:
-        return True
-    steps = job.steps()
-    wanted = [steps.get(fault.target, -1)] if fault.target else list(steps.values())
-    return min(wanted, default=-1) >= fault.step
 
 
 def _targets(fault: ScheduledFault, names: tuple[str, ...]) -> tuple[str, ...]:

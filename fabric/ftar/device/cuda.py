@@ -1,6 +1,8 @@
-"""The device interface on a GPU, by way of ``torch.cuda``.
+"""A GPU as far as a data plane needs it: streams, events and memory, by way of ``torch.cuda``.
 
-``docs/benchmarks.md`` says which parts have run on a GPU, and when.
+The tests have a simulated device whose streams run as late as events allow. So a missing event between two
+streams fails there as it does on a busy GPU. ``docs/benchmarks.md`` says which parts have run on a GPU, and
+when.
 """
 
 import contextlib
@@ -9,11 +11,11 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fabric.ftar.device.device_api import DeviceEvent, DeviceStream, SharedMemoryHandle
 from fabric.runtime.clock import boot_id
 
 _cuda: Any = torch.cuda  # torch declares no types for its streams and events
@@ -23,43 +25,72 @@ _log = logging.getLogger(__name__)
 _COUNTER = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")
 
 
+@dataclass(frozen=True, slots=True)
+class SharedMemoryHandle:
+    """How another process on this host opens device memory: numbers, bytes and checked names only.
+
+    Only the device interprets ``memory`` and the fields after it.
+    """
+
+    host: str  # boot id of the machine
+    device: str  # name of the device that holds the memory
+    nbytes: int  # size of the memory
+    memory: bytes
+    storage_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_wanted: bool
+
+
 class CudaEvent:
-    """See ``DeviceEvent``."""
+    """A point in a stream."""
 
     def __init__(self, event: Any, watcher: "_Watcher") -> None:
         self.event = event
         self.watcher = watcher
 
     def done(self) -> bool:
+        """Whether the device is past this point; never blocks. Raises RuntimeError on a failed device."""
         return bool(self.event.query())
 
     def wait(self) -> None:
+        """Block this thread until the device is past this point. Raises RuntimeError on a failed device."""
         self.event.synchronize()
 
 
 class CudaStream:
-    """See ``DeviceStream``."""
+    """A queue of work that the device runs in order, while the host goes on."""
 
     def __init__(self, stream: Any, watcher: "_Watcher") -> None:
         self.stream = stream
         self._watcher = watcher
 
     def run(self, work: Callable[[], object]) -> None:
+        """Enqueue the torch operations that ``work`` calls: copies and arithmetic into tensors that exist.
+
+        ``work`` must not allocate device memory that outlives it, nor read values of tensors.
+        """
         with _cuda.stream(self.stream):
             work()
 
-    def wait(self, event: DeviceEvent) -> None:
-        assert isinstance(event, CudaEvent)
+    def wait(self, event: CudaEvent) -> None:
+        """Run all work enqueued later after ``event``; the host does not wait."""
         self.stream.wait_event(event.event)
 
     def record(self) -> CudaEvent:
+        """Return the event that completes with all work enqueued so far."""
         event = _cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
         self.stream.record_event(event)
         return CudaEvent(event, self._watcher)
 
 
 class CudaDevice:
-    """A ``Device`` on one GPU; this process makes all of its streams and events."""
+    """One GPU; this process makes all of its streams and events.
+
+    Thread-safe; a stream is used by one thread at a time.
+    """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         index = torch.device(device).index
@@ -70,34 +101,48 @@ class CudaDevice:
         self._lock = threading.Lock()
 
     def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is in this device's memory."""
         return tensor.device == self.device
 
     def stream(self) -> CudaStream:
+        """Return a new side stream."""
         return CudaStream(_cuda.Stream(self.device), self._watcher())
 
     def compute(self) -> CudaStream:
+        """Return the stream on which the calling thread's torch operations run."""
         return CudaStream(_cuda.current_stream(self.device), self._compute)
 
     @contextlib.contextmanager
-    def on(self, stream: DeviceStream) -> Iterator[None]:
-        """See ``Device``. Without it a thread uses the default stream, which usually is the trainer's."""
-        assert isinstance(stream, CudaStream)
+    def on(self, stream: CudaStream) -> Iterator[None]:
+        """Run the calling thread's torch operations on ``stream`` within this context.
+
+        Without it a thread uses the default stream, which usually is the trainer's.
+        """
         with _cuda.device(self.device), _cuda.stream(stream.stream):
             yield
 
-    def when(self, event: DeviceEvent, callback: Callable[[], None]) -> None:
-        """See ``Device``. Events of one stream complete in order, so one thread per stream waits for them."""
-        assert isinstance(event, CudaEvent)
+    def when(self, event: CudaEvent, callback: Callable[[], None]) -> None:
+        """Call ``callback`` from some thread once ``event`` is done, or failed.
+
+        Events of one stream complete in order, so one thread per stream waits for them.
+        """
         event.watcher.watch(event, callback)
 
     def memory(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` of device memory, uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def staging(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` of host memory, uint8, with which device copies do not block the host."""
         # torch rounds page-locked memory up to a power of two: ask for sizes that are powers of two.
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def keep_registered(self, memory: Sequence[torch.Tensor]) -> None:
+        """Register exactly these host tensors for copies that do not block; unregister all others.
+
+        A registered tensor stays alive and mapped. No copy may be under way with a tensor that this call
+        unregisters. Memory that cannot be registered still works, but copies are slower.
+        """
         wanted = {t.data_ptr(): t for t in memory if t.numel()}
         with self._lock, _cuda.device(self.device):
             for address, old in list(self._registered.items()):
@@ -110,7 +155,10 @@ class CudaDevice:
                     self._registered[address] = tensor
 
     def share(self, nbytes: int) -> tuple[torch.Tensor, SharedMemoryHandle] | None:
-        """See ``Device``: CUDA IPC, by torch's own handles."""
+        """Return device memory that other processes can open, None where that is not possible.
+
+        It uses CUDA IPC, by torch's own handles.
+        """
         memory = self.memory(nbytes)
         storage: Any = memory.untyped_storage()
         try:
@@ -125,7 +173,11 @@ class CudaDevice:
         )  # fmt: skip
 
     def open(self, handle: SharedMemoryHandle) -> torch.Tensor | None:
-        """See ``Device``. Memory of another GPU is opened where this process sees that GPU."""
+        """Return memory that another process shares, None where this process cannot open it.
+
+        The caller must not write it. It is closed when the tensor is deleted. Memory of another GPU is opened
+        where this process sees that GPU.
+        """
         indexes = [i for i in range(_cuda.device_count()) if self._uuid(i) == handle.device]
         here = boot_id()
         if not here or handle.host != here or not indexes or not _COUNTER.fullmatch(handle.counter):
@@ -147,6 +199,7 @@ class CudaDevice:
         return tensor
 
     def close(self) -> None:
+        """End the device's threads and registrations. Its enqueued work must have run."""
         for watcher in self._watchers:
             watcher.close()
         self.keep_registered([])

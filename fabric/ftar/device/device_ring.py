@@ -13,7 +13,6 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from functools import partial
 
 import torch
 
-from fabric.errors import ConfigError, Mismatch, ProtocolError, RoundAborted
+from fabric.errors import ConfigError, ProtocolError, RoundAborted
 from fabric.ftar.chunk_headers import (
     ANSWER,
     CREDIT,
@@ -37,11 +36,12 @@ from fabric.ftar.chunk_headers import (
     to_previous,
     unpack,
 )
-from fabric.ftar.device.device_api import Device, DeviceEvent, SharedMemoryHandle
+from fabric.ftar.device.cuda import CudaDevice, CudaEvent, SharedMemoryHandle
 from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, Waiting, is_shared, lost
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
-from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, DevicePiece, PieceOrder, order_pieces
+from fabric.ftar.ring_exchange import PieceSender, RingExchange
+from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, RingPiece, Schedule, schedule
 
 # The resources of an exchange on a device: side streams, chunk-sized slots, the arithmetic of a piece.
 
@@ -55,7 +55,7 @@ class DeviceWorkspace:
     ``slots`` bounds the chunks under way in each direction, ``group`` those of a segment that go together.
     """
 
-    def __init__(self, device: Device, chunk_bytes: int, slots: int, group: int) -> None:
+    def __init__(self, device: CudaDevice, chunk_bytes: int, slots: int, group: int) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
         self.slots = slots
@@ -68,8 +68,8 @@ class DeviceWorkspace:
         self.partial = _cut(device.memory(chunk_bytes * 2 * group), chunk_bytes)
         # Slots of partial sums that may be overwritten. If a slot has an event, a copy reads the slot until
         # that event.
-        self.free: deque[tuple[int, DeviceEvent | None]] = deque()
-        self.unfinished: list[DeviceEvent] = []
+        self.free: deque[tuple[int, CudaEvent | None]] = deque()
+        self.unfinished: list[CudaEvent] = []
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._registered: list[torch.Tensor] = []
         self._lock = threading.Lock()
@@ -87,13 +87,13 @@ class DeviceWorkspace:
             self._registered = [t for t in self._registered if t.data_ptr() != memory.data_ptr()]
             self.device.keep_registered(self._registered)
 
-    def begin(self, behind: DeviceEvent) -> None:
+    def begin(self, behind: CudaEvent) -> None:
         """Begin an exchange: both streams wait for ``behind``, and every slot is free."""
         for stream in (self.down, self.up):
             stream.wait(behind)
         self.free = deque((slot, None) for slot in range(len(self.partial)))
 
-    def abandon(self) -> DeviceEvent:
+    def abandon(self) -> CudaEvent:
         """Abandon a failed exchange: return the event at which its enqueued work has run."""
         self.up.wait(self.down.record())
         event = self.up.record()
@@ -126,7 +126,7 @@ class ReductionTask:
     result: torch.Tensor
     operation: str
     weight: float
-    header: Callable[[DevicePiece, int, int], ChunkHeader]
+    header: Callable[[RingPiece, int, int], ChunkHeader]
     checksum: bool
     on_piece: Callable[[], None]
 
@@ -136,15 +136,15 @@ class ReductionTask:
         dtype = self.source.dtype
         return torch.float32 if dtype in _SIXTEEN_BITS and self.operation in ("sum", "mean") else dtype
 
-    def dtype(self, piece: DevicePiece) -> torch.dtype:
+    def dtype(self, piece: RingPiece) -> torch.dtype:
         """Type of ``piece`` on the wire."""
         return self.source.dtype if piece.gather or piece.hop == 0 else self.wide
 
-    def size(self, piece: DevicePiece) -> int:
+    def size(self, piece: RingPiece) -> int:
         """Return bytes of ``piece`` on the wire."""
         return (piece.stop - piece.start) * self.dtype(piece).itemsize
 
-    def accumulate(self, piece: DevicePiece, received: torch.Tensor, total: torch.Tensor) -> None:
+    def accumulate(self, piece: RingPiece, received: torch.Tensor, total: torch.Tensor) -> None:
         """``total = received (+) own``, finished into the result where ``piece`` is the last of its sum."""
         total.copy_(received)
         own = self.source[piece.start : piece.stop]
@@ -234,6 +234,8 @@ def _encode(handle: SharedMemoryHandle) -> bytes:
 class DeviceLinks(EpochLinks):
     """Links of one epoch; ``shares`` says whether device memory may be shared where that is possible."""
 
+    answers = (ANSWER, CREDIT)
+
     def __init__(
         self,
         ring: Ring,
@@ -251,7 +253,7 @@ class DeviceLinks(EpochLinks):
         self.inbox: torch.Tensor | None = None
         self.credits = 0
 
-    def make_offer(self, device: Device, nbytes: int) -> bytes:
+    def make_offer(self, device: CudaDevice, nbytes: int) -> bytes:
         """Allocate the outbox; return the bytes that offer it."""
         self.offers = False
         shared = device.share(nbytes)
@@ -260,7 +262,7 @@ class DeviceLinks(EpochLinks):
         self.outbox, handle = shared
         return offer(handle)
 
-    def take_offer(self, body: bytes | bytearray, device: Device) -> None:
+    def take_offer(self, body: bytes | bytearray, device: CudaDevice) -> None:
         """Open the memory of an offer, and tell the previous member whether that worked. Raises
         ProtocolError."""
         self.expects_offer = False
@@ -281,47 +283,39 @@ class DeviceLinks(EpochLinks):
             if sent != len(frame):
                 raise RoundAborted(f"the ring link to {self.ring.previous} does not take answers", "")
 
-    def hear_back(self) -> None:
-        """Read answers and credits from the next member. Raises RoundAborted at a notice or the end."""
-        with self.reading_back() as back:
-            while (message := self.take_back(back, ANSWER, CREDIT)) is not None:
-                if message.kind == CREDIT:
-                    self.credits += message.sequence
-                    continue
-                self.accepted = bool(message.sequence) and self.outbox is not None
-                if not self.accepted:
-                    self.outbox = None
+    def heard(self, message: ChunkHeader) -> None:
+        """Take an answer to the offer, or credits."""
+        if message.kind == CREDIT:
+            self.credits += message.sequence
+            return
+        self.accepted = bool(message.sequence) and self.outbox is not None
+        if not self.accepted:
+            self.outbox = None
 
 
-class Outgoing:
+class Outgoing(PieceSender):
     """Pieces to the next member: the device copies each into a slot, then it is announced or sent."""
 
     def __init__(
-        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[DevicePiece]
+        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[RingPiece]
     ) -> None:
         assert links.next is not None
+        super().__init__(pieces)
         self._sock = links.next
-        self._task, self._links, self._space, self._pieces = task, links, space, pieces
-        self._copies: deque[DeviceEvent] = deque()
-        self._begun = self._ready = self._sent = 0
-        self._under_way: list[memoryview] = []
-        self._ends_piece = False
+        self._task, self._links, self._space = task, links, space
+        self._copies: deque[CudaEvent] = deque()
+        self._begun = self._ready = 0
         if links.offers:
             offer = links.make_offer(space.device, space.chunk_bytes * space.slots)
             self._under_way = [memoryview(offer)]
 
     @property
     def _freed(self) -> int:
-        return self._links.credits if self._links.accepted else self._sent
+        return self._links.credits if self._links.accepted else self._index - bool(self._under_way)
 
     @property
     def done(self) -> bool:
         return self._freed == len(self._pieces) and not self._under_way
-
-    @property
-    def blocked(self) -> bool:
-        """Whether only the socket holds the bytes up (after ``pump`` moved nothing)."""
-        return bool(self._under_way)
 
     @property
     def copying(self) -> bool:
@@ -348,7 +342,7 @@ class Outgoing:
             else:
                 return
 
-    def _copy(self, source: torch.Tensor) -> DeviceEvent:
+    def _copy(self, source: torch.Tensor) -> CudaEvent:
         space = self._space
         target = self._slot(self._begun)[: source.numel()]
         self._begun += 1
@@ -365,34 +359,22 @@ class Outgoing:
             return self._links.outbox[index * space.chunk_bytes : (index + 1) * space.chunk_bytes]
         return space.outgoing[index]
 
-    def pump(self) -> bool:
-        """Send once from the pieces that are ready; return whether a byte was sent. Raises OSError."""
+    def ready(self) -> int:
+        """Return how many of the pieces lie in their slots."""
         while self._copies and self._copies[0].done():
             self._copies.popleft()
             self._ready += 1
-        if not self._under_way:
-            if self._sent >= self._ready:
-                return False
-            self._under_way = self._frame(self._pieces[self._sent])
-            self._ends_piece = True
-        try:
-            count = self._sock.sendmsg(self._under_way)
-        except BlockingIOError:
-            return False
-        while self._under_way and count >= len(self._under_way[0]):
-            count -= len(self._under_way.pop(0))
-        if self._under_way:
-            self._under_way[0] = self._under_way[0][count:]
-        elif self._ends_piece:
-            self._sent += 1
-        return True
+        return self._ready
 
-    def _frame(self, piece: DevicePiece) -> list[memoryview]:
+    def send(self) -> int:
+        return self._sock.sendmsg(self._under_way)
+
+    def frame(self, piece: RingPiece) -> list[memoryview]:
         size = self._task.size(piece)
         header = self._task.header(piece, self._links.ring.position, size)
         if self._links.accepted:
             return [memoryview(pack(header))]
-        payload = self._space.outgoing[self._sent % self._space.slots].numpy().data[:size]
+        payload = self._space.outgoing[self._index % self._space.slots].numpy().data[:size]
         payload_digest = digest(payload) if self._task.checksum else None
         return [memoryview(pack(header, payload_digest)), payload]
 
@@ -403,7 +385,7 @@ class Arrival:
     one."""
 
     data: torch.Tensor
-    event: DeviceEvent
+    event: CudaEvent
     slot: int | None
 
 
@@ -411,13 +393,13 @@ class Incoming:
     """Pieces from the previous member: verified, brought to the device, accumulated there."""
 
     def __init__(
-        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[DevicePiece]
+        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[RingPiece]
     ) -> None:
         assert links.previous is not None
         self._sock = links.previous
         self._task, self._links, self._space, self._pieces = task, links, space, pieces
         self._source = (links.ring.position - 1) % links.ring.world
-        self._uses: deque[DeviceEvent] = deque()
+        self._uses: deque[CudaEvent] = deque()
         self._head = bytearray(OFFER_HEAD_BYTES if links.expects_offer else HEADER_BYTES)
         self._offer: bytearray | None = None
         self._chunk: ChunkHeader | None = None
@@ -524,7 +506,7 @@ class Incoming:
         self.completed += 1
         return True, True
 
-    def _use(self, piece: DevicePiece, data: torch.Tensor) -> None:
+    def _use(self, piece: RingPiece, data: torch.Tensor) -> None:
         """Enqueue the work on ``data``, which must not change until the event."""
         task, up = self._task, self._space.up
         landed = task.result[piece.start : piece.stop].view(torch.uint8)
@@ -536,11 +518,11 @@ class Incoming:
         event = up.record()
         self._uses.append(event)
         self._space.device.when(event, self._space.wake)
-        if piece.hop < 2 * self._links.ring.world - 3:
+        if not (piece.gather and piece.last):
             self.arrived[piece.sequence] = Arrival(landed, event, slot)
 
     def _accumulate(
-        self, piece: DevicePiece, data: torch.Tensor, landed: torch.Tensor
+        self, piece: RingPiece, data: torch.Tensor, landed: torch.Tensor
     ) -> tuple[int | None, torch.Tensor]:
         task, space = self._task, self._space
         slot, behind = space.free.popleft()
@@ -571,8 +553,8 @@ GROUP = 4
 _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 
 
-class DeviceExchange:
-    """One reduction of ``task`` over ``links``; ``run`` once.
+class DeviceExchange(RingExchange[DeviceLinks]):
+    """One reduction of ``task`` over ``links``.
 
     A thread moves headers and bytes while the streams move the data:
 
@@ -586,38 +568,27 @@ class DeviceExchange:
     exchange reads. The next exchange waits for that work before it uses a slot again.
     """
 
+    _out: Outgoing
+    _in: Incoming
+
     def __init__(
-        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: PieceOrder
+        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: Schedule, step: int
     ) -> None:
-        self._task, self._links, self._space = task, links, space
+        self._space = space
         links.credits = 0
-        self._out = Outgoing(task, links, space, pieces.sends)
-        self._in = Incoming(task, links, space, pieces.receives)
-        self._poll = select.poll()
-        self._poll.register(links.wake, select.POLLIN)
+        sender = Outgoing(task, links, space, pieces.sends)
+        receiver = Incoming(task, links, space, pieces.receives)
+        super().__init__(links, sender, receiver, f"step {step}", task.on_piece)
         self._poll.register(space.wakeup_fd, select.POLLIN)
 
     def run(self, bounds: Bounds, waiting: Waiting) -> None:
         """Reduce. Raises RoundAborted; ``waiting`` is kept up to date throughout."""
-        space = self._space
-        for event in space.unfinished:
-            space.device.when(event, space.wake)
-        last_s = time.monotonic()
-        while not (self._out.done and self._in.done):
-            self._links.check()
-            before = self._in.completed
-            moved, counted = self._move()
-            if counted:
-                last_s = time.monotonic()
-            if self._in.completed > before:
-                self._task.on_piece()
-            if not moved or not counted:
-                bound_s = bounds.exchange_s if self._in.everybody else bounds.entry_s
-                self._wait(last_s + bound_s, waiting, may_sleep=not moved)
+        for event in self._space.unfinished:
+            self._space.device.when(event, self._space.wake)
+        super().run(bounds, waiting)
         self._links.check()
 
-    def _move(self) -> tuple[bool, bool]:
-        """Move all bytes that can move now; return whether any moved, and whether they count as progress."""
+    def move(self) -> tuple[bool, bool]:
         space = self._space
         space.unfinished = [event for event in space.unfinished if not event.done()]
         if space.unfinished:
@@ -625,73 +596,20 @@ class DeviceExchange:
         settled = self._in.settle()
         moved, counted = self._receive()
         self._out.stage(self._in.arrived)
-        sent = self._send()
+        sent = self._send(self._out.ready())
         return moved or sent or settled, counted or sent or settled
 
-    def _send(self) -> bool:
-        try:
-            return self._out.pump()
-        except OSError as error:
-            # The next member may have sent the reason of an abort before its link ended.
-            self._links.hear_back()
-            raise lost(self._links.ring.next, error) from error
-
-    def _receive(self) -> tuple[bool, bool]:
-        peer = self._links.ring.previous
-        try:
-            return self._in.pump()
-        except ProtocolError as error:
-            raise RoundAborted(
-                f"{peer} in the exchange of epoch {self._links.ring.epoch}: {error}",
-                peer,
-                mismatch=isinstance(error, Mismatch),
-            ) from error
-        except EOFError as error:
-            raise lost(peer, None) from error
-        except OSError as error:
-            raise lost(peer, error) from error
-
-    def _awaited(self) -> str:
-        """Name the peer for which this member waits; empty while it waits for its own device."""
+    def awaited(self) -> str:
         ring = self._links.ring
         if self._in.copying or self._out.copying or self._space.unfinished:
             return ""
         return ring.previous if self._in.receiving else ring.next
 
-    def _wait(self, deadline_s: float, waiting: Waiting, may_sleep: bool) -> None:
-        peer = self._awaited()
-        started_s = time.monotonic()
-        if started_s >= deadline_s:
-            who = f"{peer} stalled" if peer else "the copies of this member's own device did not end"
-            raise RoundAborted(
-                f"{who} in the exchange of epoch {self._links.ring.epoch}: nothing moved within the bound",
-                peer,
-            )
-        if not may_sleep:
-            return
-        waiting.peer = waiting.last = peer
-        try:
-            ready = self._sleep(deadline_s - started_s)
-        finally:
-            waiting.peer = ""
-            if peer:
-                waited_s = time.monotonic() - started_s
-                waiting.seconds[peer] = waiting.seconds.get(peer, 0.0) + waited_s
-        assert self._links.next is not None
-        if ready.get(self._links.next.fileno(), 0) & ~select.POLLOUT:
-            self._links.hear_back()
+    def hears_previous(self) -> bool:
+        return self._in.receiving and not self._space.unfinished
 
-    def _sleep(self, timeout_s: float) -> dict[int, int]:
-        links, poll = self._links, self._poll
-        assert links.next is not None and links.previous is not None
-        poll.register(links.next, select.POLLIN | (select.POLLOUT if self._out.blocked else 0))
-        # Poll the previous link only when data is due on it: a closed link would wake the poll in a loop.
-        wants = self._in.receiving and not self._space.unfinished
-        if wants:
-            poll.register(links.previous, select.POLLIN)
-        ready = dict(poll.poll(timeout_s * 1000 + 1))
-        if wants:
-            poll.unregister(links.previous)
+    def sleep(self, timeout_s: float) -> dict[int, int]:
+        ready = super().sleep(timeout_s)
         if self._space.wakeup_fd in ready:
             os.eventfd_read(self._space.wakeup_fd)
         return ready
@@ -709,7 +627,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
 
     def __init__(
         self,
-        device: Device,
+        device: CudaDevice,
         chunk_bytes: int = CHUNK_BYTES,
         slots: int = SLOTS,
         group: int = GROUP,
@@ -785,8 +703,8 @@ class DeviceRing(EpochPlane[DeviceLinks]):
             elif source.numel():
                 space.begin(compute.record())
                 elements = space.chunk_bytes // task.wide.itemsize
-                pieces = order_pieces(source.numel(), ring.world, ring.position, elements, space.group)
-                DeviceExchange(task, links, space, pieces).run(self._bounds, self._waiting)
+                pieces = schedule(source.numel(), ring.world, ring.position, elements, space.group)
+                DeviceExchange(task, links, space, pieces, step).run(self._bounds, self._waiting)
                 compute.wait(space.up.record())
 
     @contextmanager
@@ -818,7 +736,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
             reduction.code,
         )
 
-        def header(piece: DevicePiece, member: int, size: int) -> ChunkHeader:
+        def header(piece: RingPiece, member: int, size: int) -> ChunkHeader:
             kind = DEVICE_GATHER if piece.gather else DEVICE_REDUCE
             return ChunkHeader(spec, kind, member, piece.sequence, size)
 

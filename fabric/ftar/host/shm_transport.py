@@ -23,7 +23,7 @@ import platform
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,7 @@ from fabric.ftar.host.shm_segments import (
     SharedSegment,
     unpack_segment_refs,
 )
-from fabric.ftar.host.tcp_transport import PieceSender
+from fabric.ftar.host.tcp_transport import HostSender
 from fabric.ftar.plane import Ring
 from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece
 
@@ -197,7 +197,7 @@ class Inbox:
         self._mapped.clear()
 
 
-class ReferenceSender(PieceSender):
+class ReferenceSender(HostSender):
     """Sends references to the next member, in order, each as soon as its piece may be read.
 
     ``inbox`` is the source of references to others' memory, None behind a link of bytes.
@@ -208,7 +208,7 @@ class ReferenceSender(PieceSender):
         outbox: Outbox,
         inbox: Inbox | None,
         operands: Operands,
-        pieces: tuple[RingPiece, ...],
+        pieces: Sequence[RingPiece],
         header: Callable[[RingPiece], ChunkHeader],
     ) -> None:
         super().__init__(operands, pieces, header)
@@ -216,7 +216,7 @@ class ReferenceSender(PieceSender):
         self._inbox = inbox
         self._descriptors: list[int] = []
 
-    def _send(self) -> int:
+    def send(self) -> int:
         if not self._descriptors:
             return self._outbox.sock.sendmsg(self._under_way)
         sent = socket.send_fds(self._outbox.sock, self._under_way, self._descriptors)
@@ -228,7 +228,7 @@ class ReferenceSender(PieceSender):
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def _frame(self, piece: RingPiece) -> list[memoryview]:
+    def frame(self, piece: RingPiece) -> list[memoryview]:
         header = self._header(piece)
         refs = self._operands.borrowed.pop((piece.start, piece.gather), [])
         announced = b""
@@ -271,7 +271,7 @@ class ReferenceReceiver:
         inbox: Inbox,
         outbox: Outbox | None,
         operands: Operands,
-        pieces: tuple[RingPiece, ...],
+        pieces: Sequence[RingPiece],
         expect: Callable[[RingPiece], ChunkHeader],
     ) -> None:
         self._inbox = inbox

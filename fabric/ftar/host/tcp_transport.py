@@ -1,76 +1,35 @@
 """Pieces over a link that carries their bytes: the two ends of a TCP connection between neighbours."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fabric.errors import Mismatch, ProtocolError
 from fabric.ftar.chunk_headers import HEADER_BYTES, ChunkHeader, check_expected, digest, pack, unpack
 from fabric.ftar.host.exchange_buffers import Operands, raw
+from fabric.ftar.ring_exchange import PieceSender
 from fabric.ftar.ring_schedule import RingPiece
 
 
-class PieceSender:
-    """Sends pieces to the next member in order, each as soon as it is free to go."""
+class HostSender(PieceSender):
+    """Sends pieces of ``operands`` in host memory."""
 
     def __init__(
-        self,
-        operands: Operands,
-        pieces: tuple[RingPiece, ...],
-        header: Callable[[RingPiece], ChunkHeader],
+        self, operands: Operands, pieces: Sequence[RingPiece], header: Callable[[RingPiece], ChunkHeader]
     ) -> None:
-        self._operands = operands
-        self._pieces = pieces
-        self._header = header
-        self._index = 0
-        self._under_way: list[memoryview] = []
-
-    @property
-    def done(self) -> bool:
-        return self._index == len(self._pieces) and not self._under_way
-
-    @property
-    def blocked(self) -> bool:
-        """Whether only the socket holds the bytes up (after ``pump`` moved nothing)."""
-        return bool(self._under_way)
-
-    def pump(self, free: int) -> bool:
-        """Send once, from the pieces before number ``free``; return whether a byte was sent. Raises
-        OSError."""
-        if not self._under_way:
-            if self._index >= min(free, len(self._pieces)):
-                return False
-            self._under_way = self._frame(self._pieces[self._index])
-            self._index += 1
-        try:
-            sent = self._send()
-        except BlockingIOError:
-            return False
-        while self._under_way and sent >= len(self._under_way[0]):
-            sent -= len(self._under_way.pop(0))
-        if sent:
-            self._under_way[0] = self._under_way[0][sent:]
-        return True
-
-    def close(self) -> None:
-        """Release what waits to be sent."""
-
-    def _frame(self, piece: RingPiece) -> list[memoryview]:
-        raise NotImplementedError
-
-    def _send(self) -> int:
-        raise NotImplementedError
+        super().__init__(pieces)
+        self._operands, self._header = operands, header
 
 
-class ByteSender(PieceSender):
+class ByteSender(HostSender):
     """Sends the bytes of pieces."""
 
     def __init__(
         self,
         sock: socket.socket,
         operands: Operands,
-        pieces: tuple[RingPiece, ...],
+        pieces: Sequence[RingPiece],
         header: Callable[[RingPiece], ChunkHeader],
         checksum: bool,
     ) -> None:
@@ -78,10 +37,10 @@ class ByteSender(PieceSender):
         self._sock = sock
         self._checksum = checksum
 
-    def _send(self) -> int:
+    def send(self) -> int:
         return self._sock.sendmsg(self._under_way)
 
-    def _frame(self, piece: RingPiece) -> list[memoryview]:
+    def frame(self, piece: RingPiece) -> list[memoryview]:
         payload = raw(self._operands.outgoing(piece))
         payload_digest = None
         if self._checksum:
@@ -102,7 +61,7 @@ class ByteReceiver:
         self,
         sock: socket.socket,
         operands: Operands,
-        pieces: tuple[RingPiece, ...],
+        pieces: Sequence[RingPiece],
         expect: Callable[[RingPiece], ChunkHeader],
         scratch: torch.Tensor,
     ) -> None:

@@ -14,8 +14,7 @@ from fabric.errors import ConfigError
 from fabric.health.alarm import SHORT
 from fabric.health.detector import ReplicaSpeed
 from fabric.health.localise import SLOW, Scope, Slowdown
-from fabric.health.planning.layout import ModelCut, ReplicaHealth, StageLayout
-from fabric.health.planning.remedies import ActionRules, JobHealth, Remedy, RemedyKind, propose
+from fabric.health.planning import ModelCut, Remedy, RemedyKind, ReplicaHealth, StageLayout, propose
 from fabric.lighthouse.diagnosis.rank_watch import RankWatch
 from fabric.model import (
     NOT_LAUNCHED,
@@ -44,7 +43,7 @@ from fabric.runtime.rank_layout import RankLayout, parse_layout
 REPLAN = 1.25  # a planned speed stays while the measured speed differs by less than this factor
 # A layout of one rank and one layer: the computation of shares needs no other detail.
 _LAYOUT = StageLayout(((0,),), (1,))
-_CUT = ModelCut(1, can_repartition=False, can_resize=False)
+_CUT = ModelCut(1)
 
 Speeds = dict[ReplicaProcess, int]  # process -> its speed in thousandths
 
@@ -197,15 +196,13 @@ def _plan(record: Record, wanted: Speeds, total: int) -> Advice | None:
     replicas = tuple(
         ReplicaHealth(
             member.replica,
-            member.incarnation,
             _LAYOUT,
             (share * wanted.get(member.process, FULL_SPEED) / FULL_SPEED,),
             now[member.replica],
         )
         for member, share in zip(record.roster, asked, strict=True)
     )
-    remedies = propose(JobHealth(total, replicas, _CUT), ActionRules())
-    remedy = next((x for x in remedies if x.kind is RemedyKind.SHARES and not x.undoes), None)
+    remedy = next((x for x in propose(total, replicas, _CUT) if x.kind is RemedyKind.SHARES), None)
     if remedy is None:
         return None
     counts = _counts(with_shares(record.roster, asked, adaptation), total)
@@ -331,11 +328,10 @@ def plan_layout(
             replicas.append(_healthy(core, member.replica, layers, count))
             continue
         speeds = tuple(slow.speeds.get(rank, 1.0) for rank in range(layout.ranks))
-        replicas.append(ReplicaHealth(member.replica, 1, usual, speeds, count))
+        replicas.append(ReplicaHealth(member.replica, usual, speeds, count))
     waiting = tuple(_healthy(core, name, layers, 0) for name in spares)
-    job = JobHealth(micro_batches, tuple(replicas), cut, waiting)
-    for remedy in propose(job, ActionRules()):
-        if remedy.replica == slow.member.replica and not remedy.undoes:
+    for remedy in propose(micro_batches, replicas, cut, waiting):
+        if remedy.replica == slow.member.replica:
             order = _order(remedy, layout, slow)
             if order is not None:
                 x = remedy
@@ -345,15 +341,14 @@ def plan_layout(
 
 def _order(remedy: Remedy, layout: RankLayout, slow: SlowReplica) -> str | None:
     """The order to the replica's launcher, empty for a drain; None where this remedy is not possible."""
-    entry = remedy.plan.of(slow.member.replica)
     if remedy.kind is RemedyKind.DRAIN:
-        return "" if remedy.plan.joins and slow.is_confirmed else None
-    if entry is None or remedy.kind is RemedyKind.SHARES:
+        return "" if remedy.joins and slow.is_confirmed else None
+    if remedy.layout is None:
         return None
     if remedy.kind is RemedyKind.REPARTITION:
-        order = LayoutOrder(replace(layout, layers=entry.layout.layers))
+        order = LayoutOrder(replace(layout, layers=remedy.layout.layers))
         return None if str(order) in slow.launched.refused else str(order)
-    (chosen,) = entry.layout.groups
+    (chosen,) = remedy.layout.groups
     without = tuple(rank for rank in range(layout.ranks) if rank not in chosen)
     allowed = _smaller(layout, slow.launched)
     return next((str(LayoutOrder(x, without)) for x in allowed if x.ranks == len(chosen)), None)
@@ -371,10 +366,9 @@ def _usual(layout: RankLayout, slow: SlowReplica) -> StageLayout:
 def _cut(layout: RankLayout, layers: int, slow: SlowReplica) -> ModelCut:
     """The layouts that the replica may have: other layers for its stages, or fewer ranks of one stage."""
     if not slow.launched.allowed:
-        return ModelCut(layers, can_repartition=False, can_resize=False)
+        return ModelCut(layers)
     sizes = tuple(sorted({x.ranks for x in _smaller(layout, slow.launched)}))
-    is_pipeline = bool(layout.layers)
-    return ModelCut(layers, sizes=sizes, can_repartition=is_pipeline, can_resize=bool(sizes))
+    return ModelCut(layers, sizes, can_repartition=bool(layout.layers))
 
 
 def _smaller(layout: RankLayout, launched: LaunchedLayouts) -> list[RankLayout]:
@@ -396,7 +390,7 @@ def _healthy(core: LeaderCore, name: str, layers: int, micro_batches: int) -> Re
             group = size // own.stages
             groups = tuple(tuple(range(first, first + group)) for first in range(0, size, group))
             usual = StageLayout(groups, own.layers)
-    return ReplicaHealth(name, 1, usual, (1.0,) * size, micro_batches)
+    return ReplicaHealth(name, usual, (1.0,) * size, micro_batches)
 
 
 def _spares(core: LeaderCore, record: Record) -> tuple[str, ...]:

@@ -19,34 +19,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
-from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, lost
+from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, received
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
 
 _RENDEZVOUS = struct.Struct("<4sI")
 _MAGIC = b"FGM1"
 _MAX_RENDEZVOUS_BYTES = 1024
-_READ_BYTES = 4096
-
-
-class Communicator(Protocol):
-    """Collectives among the members of one epoch."""
-
-    def start(self, tensor: torch.Tensor, operation: str) -> Callable[[], None]:
-        """Begin to reduce in place by ``sum``, ``min`` or ``max``, in order with the calling thread's stream.
-
-        The returned function blocks, in any thread, until the result is complete. It raises RuntimeError when
-        the collective failed, and may return normally when it was aborted.
-        """
-
-    def abort(self) -> None:
-        """End the collective under way, from another thread; called once, and may take a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +42,73 @@ class Rendezvous:
     port: int
 
 
-class CommunicatorFactory(Protocol):
-    """Builds the communicators of a plane."""
+# NCCL communicators, one per epoch.
+#
+# Written from torch's documentation; ``docs/benchmarks.md`` says which parts have run on a GPU. NCCL
+# refuses two ranks on one GPU. A communicator fails when a member dies, so every epoch has its own
+# communicator. torch would end the process when a collective times out. Here the watchdog of the epoch
+# ends the communicator instead, so torch's handling is off and its timeout exceeds fabric's.
+
+
+_cuda: Any = torch.cuda  # torch declares no types for its streams and events
+_dist: Any = torch.distributed  # torch declares no types for this module
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+# This timeout is longer than any time budget of fabric, so that torch's timeout never comes first.
+_NEVER = timedelta(days=30)
+# The watchdog of the epoch replaces torch's own.
+_TORCH_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+class NcclCommunicator:
+    """NCCL's collectives among the members of one epoch. It keeps ``store`` alive, because the process group
+    may read it."""
+
+    def __init__(self, group: Any, device: torch.device, store: Any) -> None:
+        self._group = group
+        self._device = device
+        self._store = store
+
+    def start(self, tensor: torch.Tensor, operation: str) -> Callable[[], None]:
+        """Begin to reduce in place by ``sum``, ``min`` or ``max``.
+
+        NCCL's stream and the calling thread's wait for each other. The returned function blocks, in any
+        thread, until the result is complete. It raises RuntimeError when the collective failed, and may
+        return normally when it was aborted.
+        """
+        options = _dist.AllreduceOptions()
+        options.reduceOp = _OPERATIONS[operation]
+        with _cuda.device(self._device):
+            work = self._group.allreduce([tensor], options)
+            work.wait()  # enqueues a wait and returns
+            # An abort ends NCCL's kernel, so the event completes.
+            done = _cuda.Event(blocking=True)
+            done.record(_cuda.current_stream(self._device))
+
+        def wait() -> None:
+            done.synchronize()
+
+        return wait
+
+    def abort(self) -> None:
+        """End the collective under way, from another thread; called once, and may take a while."""
+        self._group.abort()
+
+
+class NcclFactory:
+    """Makes communicators of one GPU each. Raises ConfigError where this torch has no NCCL."""
+
+    def __init__(self, device: torch.device) -> None:
+        if not dist.is_nccl_available():
+            raise ConfigError("this build of torch has no NCCL: use another data plane, or a CUDA build")
+        self._device = device
+        for name, value in _TORCH_SETTINGS.items():
+            os.putenv(name, value)  # torch's native code reads it for the first communicator
 
     def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
         """Open the rendezvous at ``host``, the first member's address; also return its store, to be kept
         open."""
+        store = _dist.TCPStore(host, 0, ring.world, is_master=True, timeout=_NEVER, wait_for_workers=False)
+        return Rendezvous(host, store.port), store
 
     def make(
         self,
@@ -70,13 +116,31 @@ class CommunicatorFactory(Protocol):
         rendezvous: Rendezvous,
         kept: Any,
         timeout_s: float,
-        began: Callable[[Communicator], None],
-    ) -> Communicator:
-        """Build the communicator together with all other members; blocks.
+        began: Callable[[NcclCommunicator], None],
+    ) -> NcclCommunicator:
+        """Build the communicator by a first collective, together with all other members; blocks.
 
         ``kept`` is the store of ``open_rendezvous`` at the first member, else None. ``began`` gets the
         communicator as soon as it can be aborted.
         """
+        bound = timedelta(seconds=timeout_s)
+        store = kept or _dist.TCPStore(
+            rendezvous.host,
+            rendezvous.port,
+            ring.world,
+            is_master=False,
+            timeout=bound,
+            wait_for_workers=False,
+        )
+        store.set_timeout(bound)
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = _NEVER  # noqa: SLF001  there is no other way to it
+        prefix = _dist.PrefixStore(f"fabric/{ring.epoch}", store)
+        group = _dist.ProcessGroupNCCL(prefix, ring.position, ring.world, options)
+        made = NcclCommunicator(group, self._device, store)
+        began(made)
+        made.start(torch.zeros(1, device=self._device), "sum")()
+        return made
 
 
 class GroupLinks(EpochLinks):
@@ -87,11 +151,11 @@ class GroupLinks(EpochLinks):
         ring: Ring,
         next_socket: socket.socket | None,
         previous_socket: socket.socket | None,
-        factory: CommunicatorFactory,
+        factory: NcclFactory,
         make_s: float,
     ) -> None:
         super().__init__(ring, next_socket, previous_socket)
-        self.communicator: Communicator | None = None
+        self.communicator: NcclCommunicator | None = None
         self.changed = threading.Condition()
         # The deadline of the exchange under way, in seconds of the monotonic clock.
         self.deadline_s = math.inf
@@ -100,7 +164,7 @@ class GroupLinks(EpochLinks):
         self._rendezvous_bytes = bytearray()
         self._met = threading.Event()
         self._where: Rendezvous | None = None
-        self._begun: Communicator | None = None
+        self._begun: NcclCommunicator | None = None
         # Whether the watchdog has ended; at its end it aborts the communicator, if any.
         self._watched_out = False
         self._threads: list[threading.Thread] = []
@@ -126,7 +190,7 @@ class GroupLinks(EpochLinks):
         if not self._threads:
             super().release()
 
-    def ready(self, deadline_s: float) -> Communicator:
+    def ready(self, deadline_s: float) -> NcclCommunicator:
         """Wait for the communicator until ``deadline_s``. Raises RoundAborted."""
         with self.changed:
             while self.communicator is None:
@@ -161,7 +225,7 @@ class GroupLinks(EpochLinks):
             self.communicator = built
             self.changed.notify_all()
 
-    def _began(self, communicator: Communicator) -> None:
+    def _began(self, communicator: NcclCommunicator) -> None:
         with self.changed:
             self._begun = communicator
             is_late = self._watched_out
@@ -199,10 +263,9 @@ class GroupLinks(EpochLinks):
         ready = dict(poll.poll(min(left_s, 1.0) * 1000 + 1))
         assert self.next is not None and self.previous is not None
         if self.previous.fileno() in ready:
-            self._receive_rendezvous(_received(self.previous, self.ring.previous))
+            self._receive_rendezvous(received(self.previous, self.ring.previous))
         if self.next.fileno() in ready:
-            self._came_back += _received(self.next, self.ring.next)
-            self.take_back(self._came_back)
+            self.hear_back()
 
     def _receive_rendezvous(self, data: bytes) -> None:
         self._rendezvous_bytes += data
@@ -234,7 +297,7 @@ class GroupPlane(EpochPlane[GroupLinks]):
 
     def __init__(
         self,
-        factory: CommunicatorFactory,
+        factory: NcclFactory,
         owns: Callable[[torch.Tensor], bool],
         exchange_s: float = 30.0,
         make_s: float = 120.0,
@@ -327,18 +390,6 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
-def _received(sock: socket.socket, peer: str) -> bytes:
-    try:
-        data = sock.recv(_READ_BYTES)
-    except BlockingIOError:
-        return b""
-    except OSError as error:
-        raise lost(peer, error) from error
-    if not data:
-        raise lost(peer, None)
-    return data
-
-
 def _encode(rendezvous: Rendezvous) -> bytes:
     body = json.dumps([rendezvous.host, rendezvous.port]).encode()
     return _RENDEZVOUS.pack(_MAGIC, len(body)) + body
@@ -352,93 +403,3 @@ def _decode(body: bytes) -> Rendezvous:
     except (ValueError, RecursionError):
         pass
     raise ProtocolError("the rendezvous that the first member sent is not an address")
-
-
-# NCCL communicators, one per epoch.
-#
-# Written from torch's documentation; ``docs/benchmarks.md`` says which parts have run on a GPU. NCCL
-# refuses two ranks on one GPU. A communicator fails when a member dies, so every epoch has its own
-# communicator. torch would end the process when a collective times out. Here the watchdog of the epoch
-# ends the communicator instead, so torch's handling is off and its timeout exceeds fabric's.
-
-
-_cuda: Any = torch.cuda  # torch declares no types for its streams and events
-_dist: Any = torch.distributed  # torch declares no types for this module
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-# This timeout is longer than any time budget of fabric, so that torch's timeout never comes first.
-_NEVER = timedelta(days=30)
-# The watchdog of the epoch replaces torch's own.
-_TORCH_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-
-
-class NcclFactory:
-    """Makes communicators of one GPU each. Raises ConfigError where this torch has no NCCL."""
-
-    def __init__(self, device: torch.device) -> None:
-        if not dist.is_nccl_available():
-            raise ConfigError("this build of torch has no NCCL: use another data plane, or a CUDA build")
-        self._device = device
-        for name, value in _TORCH_SETTINGS.items():
-            os.putenv(name, value)  # torch's native code reads it for the first communicator
-
-    def open_rendezvous(self, ring: Ring, host: str) -> tuple[Rendezvous, Any]:
-        """Open a store at a port that the system chooses: see ``CommunicatorFactory``."""
-        store = _dist.TCPStore(host, 0, ring.world, is_master=True, timeout=_NEVER, wait_for_workers=False)
-        return Rendezvous(host, store.port), store
-
-    def make(
-        self,
-        ring: Ring,
-        rendezvous: Rendezvous,
-        kept: Any,
-        timeout_s: float,
-        began: Callable[[Communicator], None],
-    ) -> Communicator:
-        """Build the communicator by a first collective: see ``CommunicatorFactory``."""
-        bound = timedelta(seconds=timeout_s)
-        store = kept or _dist.TCPStore(
-            rendezvous.host,
-            rendezvous.port,
-            ring.world,
-            is_master=False,
-            timeout=bound,
-            wait_for_workers=False,
-        )
-        store.set_timeout(bound)
-        options = _dist.ProcessGroupNCCL.Options()
-        options._timeout = _NEVER  # noqa: SLF001  there is no other way to it
-        prefix = _dist.PrefixStore(f"fabric/{ring.epoch}", store)
-        group = _dist.ProcessGroupNCCL(prefix, ring.position, ring.world, options)
-        made = NcclCommunicator(group, self._device, store)
-        began(made)
-        made.start(torch.zeros(1, device=self._device), "sum")()
-        return made
-
-
-class NcclCommunicator:
-    """A ``Communicator`` of NCCL. It keeps ``store`` alive, because the process group may read it."""
-
-    def __init__(self, group: Any, device: torch.device, store: Any) -> None:
-        self._group = group
-        self._device = device
-        self._store = store
-
-    def start(self, tensor: torch.Tensor, operation: str) -> Callable[[], None]:
-        """Begin a collective: see ``Communicator``. NCCL's stream and the calling thread's wait for each
-        other."""
-        options = _dist.AllreduceOptions()
-        options.reduceOp = _OPERATIONS[operation]
-        with _cuda.device(self._device):
-            work = self._group.allreduce([tensor], options)
-            work.wait()  # enqueues a wait and returns
-            # An abort ends NCCL's kernel, so the event completes.
-            done = _cuda.Event(blocking=True)
-            done.record(_cuda.current_stream(self._device))
-
-        def wait() -> None:
-            done.synchronize()
-
-        return wait
-
-    def abort(self) -> None:
-        self._group.abort()

@@ -1,11 +1,16 @@
 """The fixtures of every suite."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import etcd_process
 import pytest
 from hypothesis import HealthCheck, settings
+
+# OpenMP's threads spin while they wait for one another. On busy cores, for small tensors, that takes several
+# times the processor time of one thread. torch reads this variable when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline per example: on a loaded machine hypothesis may take half a minute for one example.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,7 +7,11 @@ imports its modules again. The tests of ``fabric launch``, ``fabric local`` and 
 
 A request comes over a Unix socket with the descriptors that the new process gets. The answers on the same
 connection are the process id, and at the end the status of ``waitpid``. The new process shows its own words
-in ``/proc/PID/cmdline``, as after ``exec``.
+in ``/proc/PID/cmdline`` and its environment in ``/proc/PID/environ``, as after ``exec``, before its id is
+told. The process is in the mount namespace of the process that asked.
+
+With ``LAUNCHERS`` in its environment, a process of ``fabric launch``, ``local``, ``demo`` or ``drill`` forks
+all Python programs that it starts, and so do these.
 """
 
 import asyncio
@@ -18,18 +22,22 @@ import functools
 import gc
 import importlib
 import json
+import logging
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import ModuleType, SimpleNamespace
 from typing import BinaryIO
+
+from fabric.runtime import logs
 
 SERVERS = (
     "fabric.ckpt_server.__main__",
@@ -41,13 +49,29 @@ SERVERS = (
     "fabric.cli.status",
     "fabric.cli.demo.command",
 )
-TORCH = ("torch._dynamo", "fabric.client.attach", "fabric.cli.run")
-WRITER = ("fabric.ckpt_server.durable.dcp", "fabric.ckpt_server.durable.__main__")
+TORCH = (
+    "torch._dynamo",
+    "fabric.client.attach",
+    "fabric.cli.run",
+    "fabric.ckpt_server.durable.dcp",
+    "fabric.ckpt_server.durable.__main__",
+    *SERVERS,
+)
 ADDRESS = "TEST_SERVER_ZYGOTE"  # the variable with the zygote's address, for the trainers of a job
 WRITERS = "TEST_WRITER_ZYGOTE"  # likewise, for the checkpoint servers of a job with durable checkpoints
 CHECKOUT = str(Path(__file__).resolve().parents[1])
+LAUNCHERS = "TEST_LAUNCHER_ZYGOTE"  # likewise, for supervisors, launchers, their ranks, servers and writers
+# The beginning of a program that needs modules of fabric.client, and not the package, which imports torch.
+WITHOUT_TORCH = f"""
+import sys, types
+package = sys.modules["fabric.client"] = types.ModuleType("fabric.client")
+package.__path__ = [{CHECKOUT!r} + "/fabric/client"]
+"""
 _LIMIT_S = 300.0
 _ROOM = "x" * 8192  # an argument whose place takes the words of a forked process
+_MORE_ROOM = "x" * 24_576  # a variable whose place takes the environment of a forked process
+_WORDS, _ENVIRONMENT = 45, 47  # the places of their first addresses in /proc/PID/stat, after the name
+_NEW_MOUNTS = 0x20000  # CLONE_NEWNS
 _MAX_BYTES = 1 << 17
 _MAX_DESCRIPTORS = 8
 
@@ -67,6 +91,7 @@ class ForkedProcess:
         """``words``: ``-m`` and a module or ``-c`` and a program, then arguments. ``descriptors`` are by
         their number in the new process."""
         request = {"words": list(words), "environment": environment, "cwd": cwd, "session": session}
+        request["asks"] = os.getpid()
         request["descriptors"] = list(descriptors)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.connect("\0" + zygote)
@@ -164,7 +189,7 @@ def _address(imports: Sequence[str]) -> str:
         [sys.executable, "-P", __file__, name, *imports, _ROOM],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": CHECKOUT, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": CHECKOUT, "OMP_NUM_THREADS": "1", "TEST_ROOM": _MORE_ROOM},
     )
     assert process.stdout.readline() == b"ready\n"
 
@@ -182,6 +207,33 @@ def start_lighthouse(arguments: Sequence[str], log: BinaryIO) -> ForkedProcess:
         given = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()}
         words = ["-m", "fabric.cli.main", "lighthouse", *arguments]
         return ForkedProcess(address(), words, given, dict(os.environ), CHECKOUT)
+
+
+def start_supervisor(
+    *words: str, log: BinaryIO, environment: dict[str, str] | None = None, cwd: str = ""
+) -> ForkedProcess:
+    """Start ``fabric WORDS...`` as the leader of a session, with ``log`` as its output; all that it starts is
+    forked."""
+    zygote = address(TORCH)
+    variables = {**(os.environ if environment is None else environment), LAUNCHERS: zygote}
+    with Path(os.devnull).open("rb") as nothing:
+        given = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()}
+        command = ("-P", "-m", "fabric.cli.main", *words)
+        return ForkedProcess(zygote, command, given, variables, cwd or str(Path.cwd()), session=True)
+
+
+def run_supervisor(
+    *words: str, environment: dict[str, str] | None = None, cwd: str = "", limit_s: float = _LIMIT_S
+) -> "subprocess.CompletedProcess[str]":
+    """Run ``fabric WORDS...`` to its end; return its exit code and its output."""
+    with TemporaryFile() as out:
+        process = start_supervisor(*words, log=out, environment=environment, cwd=cwd)
+        try:
+            code = process.wait(limit_s)
+        finally:
+            process.kill()
+        out.seek(0)
+        return subprocess.CompletedProcess(words, code, out.read().decode(), "")
 
 
 def run_python(
@@ -205,29 +257,25 @@ def run_with_torch(*words: str, **environment: str) -> "subprocess.CompletedProc
 # --- in the zygote -----------------------------------------------------------------------------------------
 
 
-def child(request: dict, descriptors: Sequence[int]) -> None:
-    """Become the process of ``request``; never return."""
+def child(request: dict, descriptors: Sequence[int], asks: socket.socket) -> None:
+    """Become the process of ``request``; tell ``asks`` the process id; never return."""
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if request["session"]:
-            os.setsid()
-        _take(dict(zip(request["descriptors"], descriptors, strict=True)))
+        _forget(request)
+        asks = _take(dict(zip(request["descriptors"], descriptors, strict=True)), asks)
+        _share_mounts(request.get("asks", os.getpid()))
+        os.chdir(request["cwd"] or ".")
         os.environ.clear()
         os.environ.update(request["environment"])
-        os.chdir(request["cwd"] or ".")
-        _show([sys.executable, *request["words"]])
-        kind, what, *arguments = request["words"]
-        sys.argv = [what if kind == "-m" else kind, *arguments]
-        if what == "fabric.ckpt_server" and WRITERS in os.environ:
-            fork_durable_writers(os.environ[WRITERS])
-        code = _main_of(what)() or 0 if kind == "-m" else _run(what)
+        _show([sys.executable, *request["words"]], _WORDS)
+        _show([f"{name}={value}" for name, value in os.environ.items()], _ENVIRONMENT)
+        with asks:
+            _say(asks, {"pid": os.getpid()})
+        code = _main(request["words"])
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = _code(end)
     except BaseException:  # noqa: BLE001  (the child must never return into the zygote's loop)
-        sys.excepthook(*sys.exc_info())
+        code = _shown(*sys.exc_info())
     with contextlib.suppress(BaseException):
         threading._shutdown()
         atexit._run_exitfuncs()
@@ -236,40 +284,146 @@ def child(request: dict, descriptors: Sequence[int]) -> None:
     os._exit(code)
 
 
-def _main_of(module: str) -> Callable[[], int | None]:
-    """Return the function that ``python -m module`` calls."""
-    found = importlib.import_module(module)
-    return (importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found).main
+def _forget(request: dict) -> None:
+    """Have the signals and logs of a new process."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.getLogger().handlers.clear()
+    logging.getLogger().setLevel(logging.WARNING)
+    logs._process.clear()
+    if request["session"]:
+        os.setsid()
+    if (first := request.get("first")) is not None:
+        first()
 
 
-def _run(program: str) -> int:
-    """Run ``python -c program``."""
-    sys.path.insert(0, "")
+def _code(end: SystemExit) -> int:
+    if end.code is not None and not isinstance(end.code, int):
+        print(end.code, file=sys.stderr)
+        return 1
+    return end.code or 0
+
+
+def _shown(*error: object) -> int:
+    """Show an uncaught error as the interpreter itself would; return the exit code."""
+    try:
+        sys.excepthook(*error)
+    except SystemExit as end:
+        return _code(end)
+    return 1
+
+
+def _main(words: Sequence[str]) -> int:
+    """Run ``python WORDS...``; return its exit code."""
+    own, first, *arguments = [x for x in words if x not in ("-P", "-u")] + [""] * (len(words) < 2)
+    searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [x for x in searched if x and x not in sys.path]
+    if LAUNCHERS in os.environ:
+        _fork_programs(os.environ[LAUNCHERS])
+    if own == "-m" and first == "fabric.ckpt_server" and WRITERS in os.environ:
+        fork_durable_writers(os.environ[WRITERS])
+    if own == "-m":
+        sys.argv = [first, *arguments]
+        found = importlib.import_module(first)
+        name = f"{first}.__main__" if hasattr(found, "__path__") else first
+        if hasattr(main := importlib.import_module(name), "main"):
+            return main.main() or 0
+        runpy.run_module(first, run_name="__main__", alter_sys=True)
+        return 0
+    program = first if own == "-c" else Path(own).read_text()
+    sys.argv = ["-c", *arguments] if own == "-c" else [x for x in words if x not in ("-P", "-u")]
+    if "-P" not in words:
+        sys.path.insert(0, "" if own == "-c" else str(Path(own).resolve().parent))
     main = sys.modules["__main__"] = ModuleType("__main__")
-    exec(compile(program, "<string>", "exec"), main.__dict__)
+    main.__dict__.update({} if own == "-c" else {"__file__": own})
+    exec(compile(program, "<string>" if own == "-c" else own, "exec"), main.__dict__)
     return 0
 
 
-def _take(wanted: dict[int, int]) -> None:
-    """Move the received descriptors to their numbers, and close all others."""
-    above = max(*wanted, *wanted.values(), 64) + 1
+def _take(wanted: dict[int, int], asks: socket.socket) -> socket.socket:
+    """Move the received descriptors to their numbers, and close all others but that of ``asks``."""
+    above = max(*wanted, *wanted.values(), asks.fileno(), 64) + 1
     moved = {}
     for target, descriptor in wanted.items():
         moved[target] = above + len(moved)
         os.dup2(descriptor, moved[target])
+    connection = socket.socket(fileno=os.dup2(asks.detach(), above + len(moved), inheritable=False))
     os.closerange(3, above)
     for target, descriptor in moved.items():
         os.dup2(descriptor, target)
-    os.closerange(above, above + len(moved))
+        os.close(descriptor)
+    return connection
 
 
-def _show(words: Sequence[str]) -> None:
-    """Write ``words`` over the arguments that the kernel shows of this process."""
+def _share_mounts(asks: int) -> None:
+    """Enter the mount namespace of process ``asks``."""
+    theirs = Path(f"/proc/{asks}/ns/mnt")
+    if theirs.readlink() == Path("/proc/self/ns/mnt").readlink():
+        return
+    descriptor = os.open(theirs, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "the mount namespace cannot be entered")
+    os.close(descriptor)
+
+
+def _show(words: Sequence[str], place: int) -> None:
+    """Write ``words`` over the arguments, or the environment, that the kernel shows of this process."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    text = b"\0".join(word.encode() for word in words) + b"\0"
+    start, end = int(fields[place]), int(fields[place + 1])
+    text = b"\0".join(os.fsencode(word) for word in words) + b"\0"
     assert len(text) <= end - start, "the words are too long"
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+# --- in a launcher, or in a process that starts launchers --------------------------------------------------
+
+
+class _Fork(subprocess.Popen):
+    """A Python program that a process with one thread forks: its own child, as after ``exec``."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others) -> None:
+        if args[0] != sys.executable:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
+            return
+        pipes, session = others[3:9], others[-2]
+        given = {0: pipes[0], 1: pipes[3], 2: pipes[5], **{x: x for x in pass_fds}}
+        given = {number: number if there < 0 else there for number, there in given.items()}
+        request = {"words": list(args[1:]), "environment": dict(env), "cwd": cwd, "session": session}
+        request |= {"first": preexec_fn, "descriptors": list(given)}
+        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            child(request, list(given.values()), theirs)
+        self._child_created = True
+        with own:
+            theirs.close()
+            own.recv(_MAX_BYTES)  # the child shows its words, or has ended
+        self._close_pipe_fds(*pipes)
+
+
+def _fork_programs(zygote: str) -> None:
+    """From now on this process, and the processes that it starts, fork their Python programs."""
+    os.environ[WRITERS] = zygote
+    fork_checkpoint_servers(zygote)
+
+    def start(command, *, stdin, stdout=None, env=None, **others: object) -> ForkedProcess | subprocess.Popen:
+        if command[0] != sys.executable or stdin != subprocess.DEVNULL:
+            return subprocess.Popen(command, stdin=stdin, stdout=stdout, env=env, **others)
+        with Path(os.devnull).open("rb") as nothing:
+            given = {0: nothing.fileno(), 1: stdout.fileno(), 2: stdout.fileno()}
+            return ForkedProcess(zygote, command[1:], given, env, str(Path.cwd()), session=True)
+
+    names = ("PIPE", "DEVNULL", "STDOUT", "TimeoutExpired")
+    known = {name: getattr(subprocess, name) for name in names}
+    guarded = importlib.import_module("fabric.runtime.guarded_processes")
+    guarded.subprocess = SimpleNamespace(Popen=start, **known)
+    for name in ("attempt", "launcher"):
+        importlib.import_module(f"fabric.cli.launch.{name}").subprocess = SimpleNamespace(
+            Popen=_Fork, **known
+        )
 
 
 def main() -> None:
@@ -304,11 +458,10 @@ def main() -> None:
                 continue  # the trainer has died
             pid = os.fork()
             if pid == 0:
-                child(json.loads(data), descriptors)
+                child(json.loads(data), descriptors, connection)
             for descriptor in descriptors:
                 os.close(descriptor)
             connections[pid] = connection
-            _say(connection, {"pid": pid})
 
 
 def _ended() -> tuple[int, int] | None:

@@ -2,13 +2,12 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from forked_processes import TORCH, run_python
 from server_support import ROOT, TOKEN, end, publish, start_server
 from test_durable_format import Part as Held
 from test_durable_format import as_shards, flip, manifest_for, objects, train, two_ranks, write_one
@@ -103,11 +102,10 @@ def test_the_example_evaluates_a_snapshot_of_a_server(served, monkeypatch):
     toy = importlib.import_module("toy")
     model = toy.make_model()
     publish(served, 6, bytes(to_bytes(capture({"model": model}, 11))), 11)
-    example = [sys.executable, "examples/evaluate.py", f"{served.url}/v1/snapshots/11"]
-    done = subprocess.run(example, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_python("examples/evaluate.py", f"{served.url}/v1/snapshots/11", imports=TORCH, cwd=str(ROOT))
     samples = toy.Samples()
     loss = torch.nn.functional.mse_loss(model(samples.x), samples.y).item()
-    assert done.stdout == f"step 11: loss {loss:.4f} over 256 samples\n"
+    assert done.stdout == f"step 11: loss {loss:.4f} over 256 samples\n", done.stderr
 
 
 # --- several ranks ------------------------------------------------------------------------------------

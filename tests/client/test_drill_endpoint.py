@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_processes import WITHOUT_TORCH
 
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import HostBackend
@@ -29,7 +30,7 @@ from fabric.runtime.drill_orders import DRILL_SOCKET_NAME, PointOrder, read_orde
 from fabric.runtime.failpoints import Failpoints
 
 FENCE = Fence("s", 1, 1)
-TRAINER = """
+TRAINER = f"""{WITHOUT_TORCH}
 import sys, time
 from pathlib import Path
 from fabric.client.process.drill_endpoint import DrillEndpoint, _HeldOrder

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from forked_processes import run_with_torch
+from forked_processes import WITHOUT_TORCH, run_with_torch
 
 SCRIPT = """
 import sys
@@ -16,6 +16,7 @@ sys.excepthook = lambda *error: before(*error)  # as torch.distributed does
 install_excepthook()
 raise {error}
 """
+ALONE = f"{WITHOUT_TORCH}from fabric.client.process import excepthook\n"
 
 
 def ended(error: str) -> subprocess.CompletedProcess:
@@ -35,7 +36,7 @@ def test_a_mistake_is_one_sentence_with_a_hook_around_ours():
 
 def test_an_error_at_pythons_prompt_is_that_of_a_cell_because_the_process_goes_on():
     lines = [
-        "from fabric.client.process import excepthook",
+        *ALONE.splitlines(),
         "excepthook.install_excepthook()",
         "excepthook.on_uncaught.append(lambda error: print('the job fails'))",
         "excepthook.on_cell_error.append(lambda error: print('the session ends', error))",
@@ -51,7 +52,7 @@ def test_an_error_at_pythons_prompt_is_that_of_a_cell_because_the_process_goes_o
 
 def test_a_process_without_standard_streams_may_write_to_them_and_gives_their_numbers_to_no_file():
     script = (
-        "import os, sys; from fabric.client.process import excepthook; excepthook.install_excepthook(); "
+        f"{ALONE}import os; excepthook.install_excepthook(); "
         "sys.stdout.write('a'); sys.stderr.write('b'); sys.exit(os.open('/', os.O_RDONLY))"
     )
     closed = 'exec "$@" <&- >&- 2>&-'

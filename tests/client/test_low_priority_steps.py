@@ -94,7 +94,12 @@ def test_a_state_loaded_and_replayed_at_low_priority_equals_the_other_members_bi
 
 def test_a_low_priority_operation_uses_as_many_threads_as_in_the_main_thread():
     # torch cuts a large sum by the number of threads, so this number decides the sum's bits.
-    assert run_low_priority(torch.get_num_threads) == torch.get_num_threads()
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert run_low_priority(torch.get_num_threads) == before + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 class Own(torch.optim.SGD):

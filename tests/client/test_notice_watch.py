@@ -1,11 +1,11 @@
 """SIGTERM before, during and after a session, and where nobody reads the trainer's output."""
 
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from forked_processes import run_with_torch
 
 from fabric.client.control.engine import Engine
 from fabric.client.loop.shutdown import Shutdown
@@ -26,7 +26,7 @@ def test_sigterm_ends_the_process_after_the_session_although_a_framework_had_put
     script = """
 import os, signal
 from fabric.client.process.notice import NoticeWatch
-watch = NoticeWatch(lambda work: print("notice"), print, print)
+watch = NoticeWatch(lambda work: print("notice", flush=True), print, print)
 watch.begin()
 ours = signal.getsignal(signal.SIGTERM)
 signal.signal(signal.SIGTERM, lambda *arguments: ours(*arguments))
@@ -36,9 +36,7 @@ signal.signal(signal.SIGTERM, ours)
 os.kill(os.getpid(), signal.SIGTERM)
 print("goes on")
 """
-    done = subprocess.run(
-        [sys.executable, "-uc", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_with_torch("-c", script)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "notice\n"), done.stderr
 
 

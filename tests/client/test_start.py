@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from forked_processes import run_with_torch
+from forked_processes import TORCH, run_python, run_with_torch
 from long_runs import first_here
 
 from fabric.client.attach import attach
@@ -107,13 +105,8 @@ def test_a_script_without_a_main_guard_is_told_of_it_by_its_worker(tmp_path, met
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
     plain = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
-    done = subprocess.run(
-        [sys.executable, script, method],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**plain, "FABRIC_DISABLE": "1"},
-    )
+    variables = {**plain, "FABRIC_DISABLE": "1"}
+    done = run_python(str(script), method, imports=TORCH, environment=variables)
     assert done.stdout == "worker ended with 1\n"
     assert 'put the training of the script below `if __name__ == "__main__":`' in done.stderr
 

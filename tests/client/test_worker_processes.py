@@ -5,7 +5,6 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked_processes import TORCH, ForkedProcess, address, run_with_torch
 from loaders import loader_of
 
 from fabric.client.data.loader import DataReader, Loader, make_loader, parse_options
@@ -60,8 +60,8 @@ def tell(worker: int) -> None:
     torch.utils.data.get_worker_info().dataset.told = worker
 
 
-def loader_for(dataset, replica="r0", **options) -> Loader:
-    return make_loader(dataset, (8, 2, 3), list, 2, parse_options(options), DataReader(replica, 1))
+def loader_for(dataset, replica="r0", number=2, **options) -> Loader:
+    return make_loader(dataset, (8, 2, 3), list, number, parse_options(options), DataReader(replica, 1))
 
 
 def batches(loader, step=0):
@@ -69,12 +69,16 @@ def batches(loader, step=0):
     return [loader.fetch(step, i) for i in SHARE]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_draw_the_same_numbers_as_the_trainer_itself(context):
+# A worker that is spawned imports torch again, which takes seconds of a processor.
+WORKERS = [(2, "fork"), (1, "spawn")]
+
+
+@pytest.mark.parametrize(("workers", "context"), WORKERS)
+def test_workers_draw_the_same_numbers_as_the_trainer_itself(workers, context):
     """So a replica that inherits a micro-batch gets the same augmentation."""
     plan = SamplePlan(40, 8, 2, seed=3)
     alone = loader_of(Noisy(), plan)
-    loader = loader_for(Noisy(), multiprocessing_context=context)
+    loader = loader_for(Noisy(), number=workers, multiprocessing_context=context)
     for step in (0, 1, 5):
         assert batches(loader, step) == batches(alone, step)
     loader.close()
@@ -116,8 +120,7 @@ class Epochs(Noisy):
         return self.epoch
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize(("workers", "context"), [(0, ""), *WORKERS])
 def test_a_data_set_with_set_epoch_is_told_the_pass_of_each_micro_batch(workers, context):
     """Wherever it is read, and although workers read ahead into the next pass."""
     options = {"multiprocessing_context": context} if workers else {}
@@ -200,7 +203,7 @@ def read_in_a_thread() -> None:
 
 def test_workers_that_another_thread_starts_outlive_that_thread():
     """The trainer is a process of its own: a fork takes along what other tests have left, and may crash."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
+    done = run_with_torch(__file__, PYTHONPATH=os.pathsep.join(sys.path))
     assert done.stdout == "4 4\n", done.stderr
 
 
@@ -208,13 +211,13 @@ def test_a_killed_trainer_leaves_no_worker_and_no_shared_memory(tmp_path):
     path = tmp_path / "records"
     path.write_bytes(bytes(range(64)))
     before = set(Path("/dev/shm").iterdir())
-    trainer = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "lazy_reader.py"), str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "FABRIC_DISABLE": "1"},
-    )
-    workers = [int(word) for word in trainer.stdout.readline().split()]
+    reader, writer = os.pipe()
+    words = (str(Path(__file__).parent / "lazy_reader.py"), str(path))
+    given = {0: 0, 1: writer, 2: 2}
+    trainer = ForkedProcess(address(TORCH), words, given, {**os.environ, "FABRIC_DISABLE": "1"})
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        workers = [int(word) for word in said.readline().split()]
     assert len(workers) == 2 and trainer.pid not in workers
     ends = [os.pidfd_open(pid) for pid in workers]
     trainer.kill()
@@ -222,7 +225,6 @@ def test_a_killed_trainer_leaves_no_worker_and_no_shared_memory(tmp_path):
     for end in ends:
         assert select.select([end], [], [], 60)[0], "a worker outlives its trainer"
         os.close(end)
-    trainer.stdout.close()
     left = set(Path("/dev/shm").iterdir()) - before
     assert not [x for x in left if str(trainer.pid) in x.name]
 

@@ -59,12 +59,13 @@ class Zygote:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
         environment["ZYGOTE_IMPORTS"] = " ".join(imports)
         environment[forked_processes.ADDRESS] = forked_processes.address()
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "zygote.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
+        given_in, orders = os.pipe()
+        answers, given_out = os.pipe()
+        words, given = (str(HERE / "zygote.py"),), {0: given_in, 1: given_out, 2: 2}
+        torch = forked_processes.address(forked_processes.TORCH)
+        self._process = forked_processes.ForkedProcess(torch, words, given, environment, str(Path.cwd()))
+        os.close(given_in), os.close(given_out)
+        self._orders, self._answers = os.fdopen(orders, "wb"), os.fdopen(answers, "rb")
         self._started: queue.Queue[StartedProcess] = queue.Queue()
         self._living: dict[int, StartedProcess] = {}
         self._statuses: dict[int, int] = {}  # number of the start -> its exit status
@@ -73,7 +74,7 @@ class Zygote:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        for line in self._process.stdout:
+        for line in self._answers:
             message = json.loads(line)
             if "pid" in message:
                 process = StartedProcess(message["pid"])
@@ -92,12 +93,12 @@ class Zygote:
     def start(self, environment: dict[str, str], log: Path) -> StartedProcess:
         log.touch()  # a test may read it before the process writes its first line
         request = {"environment": environment, "log": str(log)}
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
+        self._orders.write(json.dumps(request).encode() + b"\n")
+        self._orders.flush()
         return self._started.get(timeout=DEADLINE_S)
 
     def close(self) -> None:
-        self._process.stdin.close()
+        self._orders.close()
         self._process.wait(timeout=DEADLINE_S)
 
 
@@ -173,7 +174,7 @@ class Job:
         """Return the environment of a trainer of this job."""
         if "FABRIC_DURABLE" in self.environment:
             # Each write would import torch again, which takes three seconds of a processor.
-            more = {forked_processes.WRITERS: forked_processes.address(forked_processes.WRITER), **more}
+            more = {forked_processes.WRITERS: forked_processes.address(forked_processes.TORCH), **more}
         return {
             "FABRIC_JOB": "test",
             "FABRIC_REPLICA": replica,
@@ -219,12 +220,16 @@ class Job:
         return [json.loads(line) for line in self.ask("/v1/jobs/test/recoveries").splitlines()]
 
     def wait_for(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-        """Poll until ``condition``; fails with the logs."""
+        """Poll until ``condition``; fails with the logs. A look takes at most a sixth of the time."""
         end = time.monotonic() + deadline_s
-        while not condition():
-            assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}\n{self.logs()}"
+        while True:
+            began = time.monotonic()
+            if condition():
+                return
+            took = time.monotonic() - began
+            assert began < end, f"waited {deadline_s:g} s for {what}\n{self.logs()}"
             with self.zygote.changed:
-                self.zygote.changed.wait(0.01)
+                self.zygote.changed.wait(min(0.01 + 5 * took, 0.1))
 
     def ended(self, replica: str) -> int | None:
         """The exit code of the current process (negative: a signal), or None while it runs."""

@@ -1,9 +1,8 @@
 """A replica of real processes gets slow in the mode act: its share is lowered, and given back."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 
+from forked_processes import run_python
 from job import Job
 from test_slow_replica import PATIENCE_S, is_predicted
 
@@ -12,12 +11,7 @@ EQUAL = {"r0": 1, "r1": 1, "r2": 1}
 
 def adapt(job: Job, *options: str) -> str:
     command = ["adapt", "--lighthouse", job.url, "--job", "test", "--token-file", str(job.token)]
-    return subprocess.run(
-        [sys.executable, "-m", "fabric.cli.main", *command, *options, "--why", "a test"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    return run_python("-m", "fabric.cli.main", *command, *options, "--why", "a test").stdout
 
 
 def record_with_shares(job: Job, fits: Callable[[dict[str, int]], bool], what: str) -> dict:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from etcd_process import require_etcd
+from forked_processes import run_supervisor, start_supervisor
 
 from fabric.drill.run.started_job import may_mount
 
@@ -63,17 +62,17 @@ def drill(
     out: Path, faults: dict[str, str], *options: str, expect: Sequence[str] = EXPECT, trainer: Path = TRAINER
 ) -> dict:
     """Run the drill; return its report."""
-    command = [sys.executable, "-m", "fabric.cli.main", "drill", "--out", str(out), *options]
+    words = ["drill", "--out", str(out), *options]
     for fault in faults:
-        command += ["--fault", fault]
+        words += ["--fault", fault]
     for text in expect:
-        command += ["--expect", text]
-    command += ["--", sys.executable, str(trainer)]
+        words += ["--expect", text]
+    words += ["--", sys.executable, str(trainer)]
     environment = os.environ | {"TINY_STEPS": "1000000", "TINY_STEP_S": "0.05", "OMP_NUM_THREADS": "1"}
     environment |= {"EXAMPLE_STEPS": "1000000", "EXAMPLE_PAUSE_S": "0.05"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    done = run_supervisor(*words, environment=environment, limit_s=LIMIT_S)
     logs = [f"--- {p.name}\n{p.read_text()[-2000:]}" for p in sorted((out / "log").glob("*.log"))]
-    assert done.returncode == 0, "\n".join([done.stdout[-8000:], done.stderr[-4000:], *logs])
+    assert done.returncode == 0, "\n".join([done.stdout[-12000:], *logs])
     return json.loads((out / "report.json").read_text())
 
 
@@ -152,32 +151,30 @@ def test_a_micro_batch_that_kills_two_trainers_is_left_out(tmp_path, monkeypatch
 
 
 def test_a_micro_batch_kills_nobody_where_the_job_may_not_be_lost(tmp_path):
-    command = [sys.executable, "-m", "fabric.cli.main", "drill", "--out", str(tmp_path / "out")]
-    command += ["--fault", "kill-micro-batch", "--", sys.executable, str(TRAINER)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    words = ["drill", "--out", str(tmp_path / "out"), "--fault", "kill-micro-batch"]
+    done = run_supervisor(*words, "--", sys.executable, str(TRAINER))
     assert done.returncode == 1
-    assert 'on_poison="skip", or else the job ends: give --yes-lose-it' in done.stderr
+    assert 'on_poison="skip", or else the job ends: give --yes-lose-it' in done.stdout
 
 
 def test_a_command_that_ends_at_once_is_named_with_its_own_last_line(tmp_path):
-    command = [sys.executable, "-m", "fabric.cli.main", "drill", "--out", str(tmp_path / "out")]
-    command += ["--replicas", "2", "--fault", "kill r1", "--", sys.executable, "-c", "import no_such_module"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    words = ["drill", "--out", str(tmp_path / "out"), "--replicas", "2", "--fault", "kill r1"]
+    done = run_supervisor(*words, "--", sys.executable, "-c", "import no_such_module")
     assert done.returncode == 1
-    assert "(ModuleNotFoundError: No module named 'no_such_module'): see its log" in done.stderr
+    assert "(ModuleNotFoundError: No module named 'no_such_module'): see its log" in done.stdout
 
 
 def test_a_killed_drill_leaves_no_process(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "fabric.cli.main", "drill", "--out", str(out), "--replicas", "2"]
-    command += ["--fault", "stop r1 600s", "--", sys.executable, str(TRAINER)]
+    words = ["drill", "--out", str(out), "--replicas", "2", "--fault", "stop r1 600s"]
     environment = os.environ | {"TINY_STEPS": "1000000", "OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        words += ["--", sys.executable, str(TRAINER)]
+        process = start_supervisor(*words, log=log, environment=environment)
     try:
         until(lambda: [p for p in processes_of(out) if is_stopped(p)], "a stopped trainer")
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
     until(lambda: not processes_of(out), "the end of every process")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from alone import losses_alone
+from forked_processes import ForkedProcess, start_supervisor
 from job import HERE, SEARCH_PATH
 from layout_trainer import GLOBAL_BATCH, build
 from rank_job import RankJob
@@ -24,7 +25,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=100",
 class LaunchedJob(RankJob):
     """Each replica is the process group of one launcher."""
 
-    launchers: dict[str, subprocess.Popen] = field(default_factory=dict)
+    launchers: dict[str, subprocess.Popen | ForkedProcess] = field(default_factory=dict)
     trainer: str = "launched_trainer.py"
 
     def __exit__(self, *error) -> None:
@@ -39,7 +40,7 @@ class LaunchedJob(RankJob):
 
     def launch(self, replica: str, *options: str, torchrun: bool = False, **more: str) -> None:
         """Start a replica's launcher; its ranks record their environment."""
-        program = [*TORCHRUN, *options] if torchrun else ["-m", "fabric.cli.main", "launch", *options]
+        program = [*options, str(HERE / self.trainer)]
         environment = self.trainer_environment(
             replica,
             LAUNCHED_NOTES=str(self.folder / f"{replica}.notes"),
@@ -48,15 +49,21 @@ class LaunchedJob(RankJob):
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             **more,
         )
+        environment = {**os.environ, **environment}
         with (self.folder / f"{replica}.log").open("ab") as log:
-            self.launchers[replica] = subprocess.Popen(
-                [sys.executable, *program, str(HERE / self.trainer)],
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            if not torchrun:
+                self.launchers[replica] = start_supervisor(
+                    "launch", *program, log=log, environment=environment
+                )
+            else:
+                self.launchers[replica] = subprocess.Popen(
+                    [sys.executable, *TORCHRUN, *program],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
         self.groups[replica] = [f"{replica}.{rank}" for rank in range(self.ranks)]
 
     def start_beside(self, replica: str, points: str = "") -> None:

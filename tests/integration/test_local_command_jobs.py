@@ -1,15 +1,16 @@
 """``fabric local`` as a person runs it: an unchanged script, a killed trainer, an interruption."""
 
 import json
+import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forked_processes import ForkedProcess, start_supervisor
 from job import DEADLINE_S
 
 from fabric.runtime.guarded_processes import MARK
@@ -36,19 +37,20 @@ FAILING = "import os, sys; sys.exit(1 if os.environ['FABRIC_REPLICA'] == 'r1' el
 class Terminal:
     """The output of ``fabric local``, line by line."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, process: ForkedProcess, output: int) -> None:
         self.process = process
+        self._output = output
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._changed:
-                self.lines.append(line.rstrip("\n"))
-                self._changed.notify_all()
+        with os.fdopen(self._output) as lines:
+            for line in lines:
+                with self._changed:
+                    self.lines.append(line.rstrip("\n"))
+                    self._changed.notify_all()
 
     def wait_for(self, pattern: str, count: int = 1) -> str:
         """Wait for ``count`` lines that match; return the last one's first group."""
@@ -70,16 +72,15 @@ class Terminal:
 
 @contextmanager
 def local(folder: Path, *words: str) -> Iterator[Terminal]:
-    command = [sys.executable, "-P", "-m", "fabric.cli.main", "local", "--replicas", "2", *words]
-    with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        terminal = Terminal(process)
-        try:
-            yield terminal
-        finally:
-            process.terminate()
-            terminal.end()
+    output, writer = os.pipe()
+    with os.fdopen(writer, "wb") as log:
+        process = start_supervisor("local", "--replicas", "2", *words, log=log, cwd=str(folder))
+    terminal = Terminal(process, output)
+    try:
+        yield terminal
+    finally:
+        process.terminate()
+        terminal.end()
 
 
 def living(folder: Path) -> list[str]:

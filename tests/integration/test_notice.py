@@ -2,10 +2,9 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
+from forked_processes import start_supervisor
 from job import EXAMPLES, HERE, Job
 from long_runs import first_here
 from rank_job import RankJob
@@ -147,12 +146,12 @@ def test_where_storage_is_away_at_the_notice_the_state_is_saved_once_it_is_back(
 
 def test_launchers_pass_the_notice_on_and_wait_for_the_saved_state(job):
     job.pids = dict.fromkeys(("r0", "r1", "r2"), 0)
-    command = [sys.executable, "-m", "fabric.cli.main", "launch", str(HERE / "tiny_trainer.py")]
     launchers = []
     for replica in job.pids:
         environment = os.environ | job.trainer_environment(replica, PYTHONPATH=f"{HERE}:{EXAMPLES}")
         with (job.folder / f"{replica}.log").open("wb") as log:
-            launchers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            command = ("launch", str(HERE / "tiny_trainer.py"))
+            launchers.append(start_supervisor(*command, log=log, environment=environment))
     try:
         train_some(job)
         for launcher in launchers:

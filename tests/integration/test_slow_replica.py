@@ -2,9 +2,8 @@
 well."""
 
 import json
-import subprocess
-import sys
 
+from forked_processes import run_python
 from job import Job
 from rank_job import RankJob
 
@@ -61,9 +60,8 @@ def lowers_the_share_of_r1(shown: dict) -> bool:
 
 def status_text(job: Job) -> str:
     command = ["status", "--lighthouse", job.url, "--job", "test", "--token-file", str(job.token)]
-    shown = subprocess.run(
-        [sys.executable, "-m", "fabric.cli.main", *command], capture_output=True, text=True, check=True
-    )
+    shown = run_python("-m", "fabric.cli.main", *command)
+    assert shown.returncode == 0, shown.stderr
     return " ".join(shown.stdout.split()).partition("slow: ")[2]
 
 

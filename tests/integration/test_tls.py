@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from authority import Authority
+from forked_processes import run_python
 from job import Job
 
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
@@ -127,8 +128,7 @@ def command(job: Job, *arguments: str, **others: str) -> subprocess.CompletedPro
         "FABRIC_TOKEN_FILE": str(job.token),
         **others,
     }
-    line = [sys.executable, "-m", "fabric.cli.main", *arguments]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return run_python("-m", "fabric.cli.main", *arguments, environment=environment)
 
 
 def the_client_believes_nobody_else(ckpt: str, mine: Tls, stranger: Tls, job: Job) -> None:

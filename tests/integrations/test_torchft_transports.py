@@ -1,17 +1,14 @@
 """torchft's transports over a real checkpoint server: sent, received elsewhere, withdrawn, refused."""
 
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
+from forked_processes import run_with_torch
 
 from fabric.errors import FabricError, StateError
 from fabric.integrations.torchft import HTTPTransport, PGTransport, ProcessGroupGloo
 
-ROOT = Path(__file__).parents[2]
 WAIT = timedelta(seconds=30)
 RECEIVER = """
 import sys
@@ -46,9 +43,8 @@ def sender(request):
 @pytest.mark.parametrize("sender", ["http"], indirect=True)
 def test_another_process_receives_the_state_of_the_step(sender):
     sender.send_checkpoint([1], 7, state(0.5), WAIT)
-    command = [sys.executable, "-c", RECEIVER, sender.metadata()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "3000.0 [1, 2] (True, None)\n"
+    done = run_with_torch("-c", RECEIVER, sender.metadata())
+    assert done.stdout == "3000.0 [1, 2] (True, None)\n", done.stderr
 
 
 def test_the_next_state_replaces_the_last_and_a_withdrawn_one_is_gone(sender):

@@ -512,8 +512,8 @@ class Loader:
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
         """Return the samples of a micro-batch, with those of the ranks beside this one."""
-        whole = self.plan.order is None and self.slice.count == 1
-        return self.items(step, micro_batch) if whole else self.plan.samples(step, micro_batch)
+        is_whole = self.plan.order is None and self.slice.count == 1
+        return self.items(step, micro_batch) if is_whole else self.plan.samples(step, micro_batch)
 
     def fetch(self, step: int, micro_batch: int) -> Any:
         """Return one collated micro-batch."""

@@ -1,8 +1,8 @@
 """Starts Python programs quickly: a zygote imports their modules once, then forks a real process per request.
 
 A lighthouse or a checkpoint server then costs a third, and a program that imports torch a tenth, of one that
-imports its modules again. The tests of ``fabric launch``, ``fabric local`` and the drill,
-``ckpt_server/test_server_process.py`` and ``cli/test_run.py`` also start these programs by ``exec``, and
+imports its modules again. ``test_package.py``, ``cli/test_launch.py``, ``cli/test_run.py`` and
+``ckpt_server/test_server_process.py`` also start these programs by ``exec``, and
 ``ckpt_server/test_durable_jobs.py`` the writer of a durable checkpoint.
 
 A request comes over a Unix socket with the descriptors that the new process gets. The answers on the same
@@ -21,6 +21,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -318,28 +319,30 @@ def _shown(*error: object) -> int:
 
 def _main(words: Sequence[str]) -> int:
     """Run ``python WORDS...``; return its exit code."""
-    own, first, *arguments = [x for x in words if x not in ("-P", "-u")] + [""] * (len(words) < 2)
+    own = [*itertools.dropwhile(("-P", "-u").__contains__, words)]
     searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [x for x in searched if x and x not in sys.path]
     if LAUNCHERS in os.environ:
         _fork_programs(os.environ[LAUNCHERS])
-    if own == "-m" and first == "fabric.ckpt_server" and WRITERS in os.environ:
+    if own[:2] == ["-m", "fabric.ckpt_server"] and WRITERS in os.environ:
         fork_durable_writers(os.environ[WRITERS])
-    if own == "-m":
-        sys.argv = [first, *arguments]
-        found = importlib.import_module(first)
-        name = f"{first}.__main__" if hasattr(found, "__path__") else first
+    if own[0] == "-m":
+        sys.argv = own[1:]
+        found = importlib.import_module(own[1])
+        name = f"{own[1]}.__main__" if hasattr(found, "__path__") else own[1]
         if hasattr(main := importlib.import_module(name), "main"):
             return main.main() or 0
-        runpy.run_module(first, run_name="__main__", alter_sys=True)
+        runpy.run_module(own[1], run_name="__main__", alter_sys=True)
         return 0
-    program = first if own == "-c" else Path(own).read_text()
-    sys.argv = ["-c", *arguments] if own == "-c" else [x for x in words if x not in ("-P", "-u")]
-    if "-P" not in words:
-        sys.path.insert(0, "" if own == "-c" else str(Path(own).resolve().parent))
     main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__dict__.update({} if own == "-c" else {"__file__": own})
-    exec(compile(program, "<string>" if own == "-c" else own, "exec"), main.__dict__)
+    if own[0] == "-c":
+        sys.argv, folder, program = ["-c", *own[2:]], "", compile(own[1], "<string>", "exec")
+    else:
+        sys.argv, folder = own, str(Path(own[0]).resolve().parent)
+        program, main.__file__ = compile(Path(own[0]).read_text(), own[0], "exec"), own[0]
+    if "-P" not in words[: -len(own)]:
+        sys.path.insert(0, folder)
+    exec(program, main.__dict__)
     return 0
 
 

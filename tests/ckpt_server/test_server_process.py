@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from forked_processes import run_python
 from server_support import (
     ROOT,
     TOKEN,
@@ -282,7 +283,7 @@ def command(run_dir: Path, *others: str) -> list[str]:
 
 
 def refused(run_dir: Path, *others: str) -> str:
-    done = subprocess.run(command(run_dir, *others), cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = run_python(*command(run_dir, *others)[1:], cwd=str(ROOT))
     assert done.returncode == 1, done
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

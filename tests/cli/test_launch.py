@@ -447,15 +447,27 @@ def test_a_mistake_is_one_sentence_before_any_rank_starts(words, environment, sa
     assert says in refused(*words, **environment)
 
 
+# Stands for torch and for the trainer's API, whose imports take seconds.
+STUBS = """
+import sys, types
+for name in ("torch", "fabric.client"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["torch"].zeros = lambda *_, **__: 0
+sys.modules["torch"].optim = types.SimpleNamespace(SGD=lambda *_, **__: None)
+"""
+
+
 def test_a_folder_of_fabrics_name_in_the_working_folder_is_not_imported(tmp_path):
     (tmp_path / "fabric").mkdir()
+    (tmp_path / "stubs").mkdir()
+    (tmp_path / "stubs" / "sitecustomize.py").write_text(STUBS)
     (tmp_path / "beside.py").write_text("told = 'ran'")
     (tmp_path / "train.py").write_text("import beside, fabric.errors; print(beside.told)")
     for words in (["train.py"], ["-m", "train"]):
         done = subprocess.run(
             [sys.executable, "-P", "-m", "fabric.cli.main", "launch", *words],
             cwd=tmp_path,
-            env={**os.environ, "FABRIC_DISABLE": "1"},
+            env={**os.environ, "FABRIC_DISABLE": "1", "PYTHONPATH": str(tmp_path / "stubs")},
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,

@@ -59,13 +59,12 @@ class Zygote:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
         environment["ZYGOTE_IMPORTS"] = " ".join(imports)
         environment[forked_processes.ADDRESS] = forked_processes.address()
-        given_in, orders = os.pipe()
-        answers, given_out = os.pipe()
-        words, given = (str(HERE / "zygote.py"),), {0: given_in, 1: given_out, 2: 2}
-        torch = forked_processes.address(forked_processes.TORCH)
-        self._process = forked_processes.ForkedProcess(torch, words, given, environment, str(Path.cwd()))
-        os.close(given_in), os.close(given_out)
-        self._orders, self._answers = os.fdopen(orders, "wb"), os.fdopen(answers, "rb")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
         self._started: queue.Queue[StartedProcess] = queue.Queue()
         self._living: dict[int, StartedProcess] = {}
         self._statuses: dict[int, int] = {}  # number of the start -> its exit status
@@ -74,7 +73,7 @@ class Zygote:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        for line in self._answers:
+        for line in self._process.stdout:
             message = json.loads(line)
             if "pid" in message:
                 process = StartedProcess(message["pid"])
@@ -93,12 +92,12 @@ class Zygote:
     def start(self, environment: dict[str, str], log: Path) -> StartedProcess:
         log.touch()  # a test may read it before the process writes its first line
         request = {"environment": environment, "log": str(log)}
-        self._orders.write(json.dumps(request).encode() + b"\n")
-        self._orders.flush()
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
         return self._started.get(timeout=DEADLINE_S)
 
     def close(self) -> None:
-        self._orders.close()
+        self._process.stdin.close()
         self._process.wait(timeout=DEADLINE_S)
 
 

@@ -8,11 +8,10 @@ inherited micro-batch of twelve once, and must exceed it.
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from forked_processes import run_python
+from forked_processes import run_python, run_supervisor
 
 from fabric.audit.audit import gather
 from fabric.audit.journal import read_run
@@ -20,13 +19,12 @@ from fabric.audit.summary import mean_loss
 
 # docs/demo.md has the largest measured difference of the mean loss, over runs of 120 steps.
 TOLERANCE = 1e-5
-STEPS = 36
+STEPS = 15
 
 
 def run_demo(out: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "fabric.cli.main", "demo", "--out", str(out), "--steps", str(STEPS)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, f"{out.name}:\n{done.stdout}\n{done.stderr}"
+    done = run_supervisor("demo", "--out", str(out), "--steps", str(STEPS), *arguments)
+    assert done.returncode == 0, f"{out.name}:\n{done.stdout}"
 
 
 def compare_losses(*runs: Path) -> float:

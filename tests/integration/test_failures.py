@@ -13,7 +13,7 @@ from job import DEADLINE_S, Job
 from fabric.audit.journal import read_run
 from fabric.audit.summary import judge
 
-STEPS = 60
+STEPS = 40
 # With this setting the job does not end before a killed or stopped replica is back.
 PATIENT = {"TINY_PATIENT_STEPS": "30"}
 
@@ -52,9 +52,9 @@ def test_a_job_without_failures_runs_in_one_epoch(zygote, tmp_path):
 
 # One job has several faults, one after the other. While a replica is away the others wait for it at each
 # step, so it is back long before the next fault.
-FAULT_STEPS = {"r1": 12, "r2": 30, "r0": 48}
-LATER_FAULT = 66
-SHARED_STEPS = 84
+FAULT_STEPS = {"r1": 8, "r2": 18, "r0": 28}
+LATER_FAULT = 38
+SHARED_STEPS = 48
 SHARED = {"TINY_STEPS": str(SHARED_STEPS), "TINY_PATIENT_STEPS": str(SHARED_STEPS)}
 SEQUENCES = [("forward", "before-ring", "ring", "before-barrier"), ("barrier", "after-barrier", "optimizer")]
 
@@ -111,11 +111,11 @@ JOIN_POINTS = ["fetch", "install", "replay", "switch", "first-round", "snapshot"
 
 def test_a_joining_replica_killed_at_each_failpoint_joins_in_the_end(zygote, tmp_path):
     """Six newcomers die during their joins, each at another point, and the seventh joins."""
-    environment = {"TINY_STEPS": "120", "TINY_PATIENT_STEPS": "120", "TEST_FAILURES": "0"}
+    environment = {"TINY_STEPS": "80", "TINY_PATIENT_STEPS": "80", "TEST_FAILURES": "0"}
     with Job(zygote, tmp_path, environment=environment) as job:
         job.later_points["r1"] = [f"{point}=kill" for point in JOIN_POINTS]
         job.start_all({"r1": "forward@8=kill"})
-        finish_and_check(job, 120, 2 * DEADLINE_S)
+        finish_and_check(job, 80, 2 * DEADLINE_S)
         assert job.starts["r1"] == 2 + len(JOIN_POINTS), job.later_points
         assert job.starts["r0"] == job.starts["r2"] == 1
 
@@ -142,20 +142,20 @@ def test_a_joining_replica_stopped_at_each_failpoint_holds_up_no_member(zygote, 
 
 
 def test_a_second_member_is_stopped_during_the_recovery(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90", **PATIENT}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "50", **PATIENT}) as job:
         job.start_all({"r1": "ring@12=kill", "r2": "recovery@12=stop"})
         job.wait_for(lambda: job.is_stopped("r2"), "r2 to stop")
         before = len(job.events("r0", "commit"))
         job.wait_for(lambda: len(job.events("r0", "commit")) > before + 3, "the survivor's next steps")
         os.kill(job.pids["r2"], signal.SIGCONT)
-        finish_and_check(job, 90)
+        finish_and_check(job, 50)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
 
 
 def test_two_members_die_at_once_and_one_survives(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "90", **PATIENT}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "50", **PATIENT}) as job:
         job.start_all({"r1": "barrier@12=kill", "r2": "forward@12=kill"})
-        finish_and_check(job, 90)
+        finish_and_check(job, 50)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 2}
 
 

@@ -2,23 +2,22 @@
 
 import json
 import statistics
-import subprocess
-import sys
 
 import pytest
+from forked_processes import run_python
 from job import Job
 
 DESCRIBED = ("--gpus", "24", "--replica-gpus", "8", "--step", "0.05", "--exchange", "0.005", "--save", "0.1")
 
 
 def plan(job, *more):
-    command = [sys.executable, "-m", "fabric.cli.main", "plan", "--from-job", "test", "--lighthouse", job.url]
-    command += ["--token-file", str(job.token), "--steps", "200", "--seeds", "1", "--json", *DESCRIBED, *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    words = ["plan", "--from-job", "test", "--lighthouse", job.url, "--token-file", str(job.token)]
+    words += ["--steps", "200", "--seeds", "1", "--json", *DESCRIBED, *more]
+    return run_python("-m", "fabric.cli.main", *words)
 
 
 def test_a_plan_takes_rate_and_phases_from_the_deaths_that_a_job_has_recorded(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "120", "TINY_PATIENT_STEPS": "30"}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "80", "TINY_PATIENT_STEPS": "30"}) as job:
         gate = tmp_path / "gate"
         job.start_all({"r1": "forward@8=kill", "r2": f"forward@40=wait:{gate}"})
         job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")

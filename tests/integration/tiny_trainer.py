@@ -42,7 +42,7 @@ def main() -> None:
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
     data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3, on_poison=ON_POISON)
     step_s = float(os.environ.get("TINY_STEP_S", "0.02"))
-    until = int(os.environ.get("TINY_STEPS", "60"))
+    until = int(os.environ.get("TINY_STEPS", "40"))
     for step in session.steps(data, until):
         leave_time(session, until - step.number, step_s)
         for x, y in step:

@@ -1,4 +1,4 @@
-"""Starts trainers quickly: has imported torch, and forks one real process per request on stdin.
+"""Starts trainers quickly: imports torch once, then forks one real process per request on stdin.
 
 ``TEST_TRAINER`` in a request's environment names another module than ``tiny_trainer`` to run, and
 ``TEST_NETNS`` a network namespace to run in.

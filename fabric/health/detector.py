@@ -157,10 +157,6 @@ class WorkPredictor:
         self._fit: LinearFit | None = None
 
     @property
-    def is_ready(self) -> bool:
-        return self._fit is not None
-
-    @property
     def noise(self) -> float:
         """The relative standard deviation of the errors."""
         return self._fit.noise if self._fit is not None else 0.0

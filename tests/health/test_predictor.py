@@ -30,7 +30,8 @@ def seconds(work: WorkAmount) -> float:
 
 def warmed_up(rng: random.Random, noise: float = 0.0, warm_up: int = WARM_UP) -> WorkPredictor:
     predictor = WorkPredictor(warm_up)
-    while not predictor.is_ready:
+    work = packed(rng)
+    while predictor.predict(work) is None:
         work = packed(rng, rng.choice((4096, 8192, 16384)))
         predictor.learn([(work, seconds(work) * rng.gauss(1, noise))])
     return predictor
@@ -157,7 +158,7 @@ def test_impossible_times_are_counted_and_dropped(bad):
     empty = WorkPredictor(warm_up=4)
     for _ in range(10):
         empty.learn([(work, bad)])
-    assert not empty.is_ready and empty.ignored == 10
+    assert empty.predict(work) is None and empty.ignored == 10
 
 
 @pytest.mark.parametrize(

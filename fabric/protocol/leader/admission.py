@@ -149,10 +149,9 @@ class Admission:
         """Note by a heartbeat from outside that the user code is over, or that links are still cut."""
         if self.state.record is not None and beat.unreachable and self.out_of_reach(self.state.record, peer):
             self.healing.missed(peer.process, self.state.now)
-        if not self.evicted_in_user_code:
-            return
-        if beat.waits or beat.step > self.evicted_in_user_code.get(peer.process, beat.step):
-            self.evicted_in_user_code.pop(peer.process, None)
+        evicted = self.evicted_in_user_code
+        if evicted and (beat.waits or beat.step > evicted.get(peer.process, beat.step)):
+            evicted.pop(peer.process, None)
 
     def back_off(self, record: Record) -> None:
         """Let evicted processes wait, longer every time, because each eviction stops the other members."""

@@ -97,9 +97,12 @@ class Evictions:
         if beat.step > self.stragglers.since.get(name, (beat.step, 0.0))[0]:
             self.stragglers.came(name)
         record = self.state.record
-        if not beat.waiting_for or record is None or beat.epoch != record.epoch:
-            return
-        if not self.state.in_force(peer):
+        if (
+            not beat.waiting_for
+            or record is None
+            or beat.epoch != record.epoch
+            or not record.lists(*peer.process)
+        ):
             return
         self.stragglers.report(name, beat.waiting_for)
         for other in beat.waiting_for:

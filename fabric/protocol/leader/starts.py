@@ -60,7 +60,7 @@ class Starts:
         there = [p for p in live.peers.values() if p.connected and p.session.known_generation]
         if now < live.grace_until or any(p.beat is None for p in there):
             return True
-        generation, epoch = self.state.named_by_sessions()
+        generation, epoch = self.state.named_by_sessions
         inside = [p for p in there if p.beat is not None and not p.beat.is_outside]
         inside = [p for p in inside if p.generation == generation and not self.state.suspicion(p)]
         if not inside:
@@ -83,7 +83,7 @@ class Starts:
     def _is_older_copy(self, record: Record) -> bool:
         """Whether a session names an epoch of this store that the record does not know."""
         peers = self.state.liveness.peers
-        if self.state.named_by_sessions()[1] > record.epoch:
+        if self.state.named_by_sessions[1] > record.epoch:
             return True
         # Two rosters under one fence: an epoch was written again after the store lost it.
         return any(
@@ -117,7 +117,7 @@ class Starts:
         if record is None:
             newest = self.newest_of_another_store()
         else:
-            generation, _ = self.state.named_by_sessions()
+            generation, _ = self.state.named_by_sessions
             newest = (max(record.generation, generation), self.state.next_epoch(record) - 1)
         highest = self.progress.highest_step
         self.bases.steps_lost = None if highest is None else max(0, highest - base.step)

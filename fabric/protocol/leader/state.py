@@ -83,7 +83,7 @@ class JobState:
         self.liveness = Liveness(config.liveness, now)
         self.epoch = EpochState(now)
         self.autonomy_s = 0.0  # the longest ``autonomy_s`` that any session has named
-        self.named = (0, 0)  # the newest generation and epoch of this store that a session has named
+        self.named_by_sessions = (0, 0)  # newest generation and epoch of this store
         self.now = now
         self.unix_offset_s = 0.0  # the time of day minus ``now``
 
@@ -115,19 +115,18 @@ class JobState:
         named = self.record.autonomy_s if self.record is not None else 0.0
         return max(self.config.autonomy_s, self.autonomy_s, named) + self.config.autonomy_margin_s
 
-    def named_by_sessions(self) -> tuple[int, int]:
-        """The newest generation and epoch of this store that a session has named; zeros: none has."""
-        return self.named
-
     def note_named(self, peer: Peer) -> None:
         """Note the newest generation and epoch that this process knows."""
         if peer.session.store_id == self.store_id:
-            generation, epoch = self.named
-            self.named = max(generation, peer.session.known_generation), max(epoch, peer.newest_epoch)
+            generation, epoch = self.named_by_sessions
+            self.named_by_sessions = (
+                max(generation, peer.session.known_generation),
+                max(epoch, peer.newest_epoch),
+            )
 
     def next_epoch(self, record: Record) -> int:
         """The number of the next epoch: above all that any session names, also after a restored store."""
-        return max(record.epoch, self.named_by_sessions()[1]) + 1
+        return max(record.epoch, self.named_by_sessions[1]) + 1
 
     def lists(self, replica: str) -> bool:
         return self.record is not None and self.record.member(replica) is not None

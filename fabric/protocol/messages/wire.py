@@ -12,8 +12,8 @@ import re
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, lru_cache, partial
-from typing import Any, TypeVar, get_args
+from functools import cache
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 
@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 _KINDS: dict[str, type[network.Message]] = {kind.__name__: kind for kind in get_args(network.Message)}
 # The heads that ``encode`` writes. A text that begins with one of them is decoded in one pass.
-_USUAL_HEADS = {f'{{"kind":"{name}","version":{PROTOCOL_VERSION}': kind for name, kind in _KINDS.items()}
+_USUAL = {f'{{"kind":"{name}","version":{PROTOCOL_VERSION}': kind for name, kind in _KINDS.items()}
+_USUAL_HEADS: dict[str | bytes, type[network.Message]] = _USUAL | {x.encode(): _USUAL[x] for x in _USUAL}
 
 
 class MessageHead(msgspec.Struct):
@@ -71,12 +72,10 @@ def decode(data: bytes | str, most: Callable[[type], int] | None = None) -> netw
 
     ``most`` gives the longest message of a kind. A longer one is refused before its fields are decoded.
     """
-    cls = None
-    if isinstance(data, str) and len(data) <= MAX_BYTES:
-        cls = _USUAL_HEADS.get(data[: data.find(",", data.find(",") + 1)])
-    if cls is None:
-        data = _plain(data)
-        cls = _kind_of(decode_value(MessageHead, data, "message"))
+    data = _plain(data)
+    head, comma = data[:_HEAD_BYTES], cast(Any, "," if isinstance(data, str) else b",")
+    usual = _USUAL_HEADS.get(head[: head.find(comma, head.find(comma) + 1)])
+    cls = usual or _kind_of(decode_value(MessageHead, data, "message"))
     if most is not None and len(data) > most(cls):
         raise ProtocolError(
             f"a {cls.__name__} of {len(data)} characters is over the limit of {most(cls)}: send a shorter one"
@@ -106,7 +105,7 @@ def _of_head(raw: msgspec.Raw) -> object:
     text = memoryview(raw)
     if len(text) > _HEAD_BYTES:
         return bytes(text[:_HEAD_BYTES]).decode(errors="replace")
-    return _head_value(bytes(text))
+    return decode_value(object, bytes(text), "message")
 
 
 def check_version(version: object) -> None:
@@ -164,9 +163,6 @@ def decode_as(cls: type[T], value: object, path: str = "value") -> T:
         return decode_value(cls, msgspec.json.encode(value), path)
     except UnicodeEncodeError as error:
         raise ProtocolError(f"{path} has text that cannot be sent: {error}") from error
-
-
-_head_value = lru_cache(maxsize=256)(partial(decode_value, object, path="message"))
 
 
 @cache

@@ -23,7 +23,7 @@ class StepWeight:
     def __init__(self) -> None:
         self.samples = 0  # number of samples of the micro-batch under way
         self._share: float | None = None  # weight of the micro-batch under way; None: not said yet
-        self._order = 0.0  # sum of the weights since the last ``take``
+        self.so_far = 0.0  # sum of the weights since the last ``take``
         self._before = 0.0  # sum of the weights before that
         self._is_said = False  # whether any micro-batch since then has said its weight
         self._work: WorkAmount | None = None  # declared work of the micro-batch under way
@@ -47,7 +47,7 @@ class StepWeight:
             raise FabricError(f"the weight of a micro-batch must be a number from 0 on, not {share:g}")
         if self._share is None:
             self._share, self._is_said = share, True
-            self._order += share
+            self.so_far += share
         elif share != self._share:
             raise FabricError(
                 f"one micro-batch has the weights {self._share:g} and {share:g}: give all backward passes of "
@@ -55,21 +55,16 @@ class StepWeight:
             )
         return share
 
-    @property
-    def so_far(self) -> float:
-        """The sum of the weights since the last ``take``."""
-        return self._order
-
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> float:
         """Return the weight since the last call. Raises FabricError for a gradient without any weight."""
-        order, has_weight = self._order, self._is_said
+        order, has_weight = self.so_far, self._is_said
         if not has_weight and not self._before and any(_has_gradient(p) for p in parameters):
             raise FabricError(
                 "the micro-batches of this step have left a gradient and no weight: call step.backward(loss) "
                 "in place of loss.backward(), or step.add_weight() after it"
             )
         self._before += order
-        self._order, self._is_said = 0.0, False
+        self.so_far, self._is_said = 0.0, False
         return order
 
     def take_work(self, samples: int) -> WorkAmount:

@@ -163,7 +163,7 @@ class AdoptedData:
         self._reads = OpenReads()
         self._reader: BlockReader | None = None
         self._feeder: Loader | None = None  # reads the batches of the script's loader in the job's order
-        self._batches = 0  # batches of a step; 0 until the first step shows it
+        self.batches_per_step = 0  # batches of a step; 0 until the first step shows it
         self._first = 0  # the first block of the step that the loop is at
         self.skipped = 0  # blocks of passes that the loop has left
         self._newest = -1  # the block that the loop got last
@@ -363,12 +363,8 @@ class AdoptedData:
 
     def resume(self, step: int, batches: int, skipped: int) -> None:
         """The loop begins at ``step``, as a file says that the script has saved."""
-        self._batches, self.skipped = batches, skipped
+        self.batches_per_step, self.skipped = batches, skipped
         self._first = step * batches + skipped
-
-    @property
-    def batches_per_step(self) -> int:
-        return self._batches
 
     def begin(self) -> None:
         """The loop is about to exchange its first step, so the batches of a step are known."""
@@ -388,34 +384,34 @@ class AdoptedData:
             )
         refuse_memory(self._loader.collate_fn, self._loader.dataset)
         refuse_other_data(sys._getframe(), self._loader)  # noqa: SLF001
-        self._batches = self._batches or len(self._used) or 1
+        self.batches_per_step = self.batches_per_step or len(self._used) or 1
         blocks, left = self._order.blocks, self._order.left
-        if blocks % self._batches:
+        if blocks % self.batches_per_step:
             raise ConfigError(
-                f"the script makes a step of {self._batches} batches, and a pass over the data has {blocks}: "
-                "choose a batch size or a number of replicas so that steps divide the pass, give the "
-                f"DataLoader drop_last=True, or {OWN_WAY}"
+                f"the script makes a step of {self.batches_per_step} batches, and a pass over the data "
+                f"has {blocks}: choose a batch size or a number of replicas so that steps divide the pass, "
+                f"give the DataLoader drop_last=True, or {OWN_WAY}"
             )
-        if self._batches > 1 and 0 < left < self._order.parts:
+        if self.batches_per_step > 1 and 0 < left < self._order.parts:
             raise ConfigError(
                 f"the last batch of a pass has {left} samples for {self._order.parts} ranks, and the script "
                 "adds it to others in one step: give the DataLoader drop_last=True"
             )
-        self.sampler = AdoptedSampler(self, self._order, self._batches)
+        self.sampler = AdoptedSampler(self, self._order, self.batches_per_step)
 
     def blocks_of(self, step: int) -> range:
         """Return the numbers of the blocks of ``step``."""
-        first = step * self._batches + self.skipped
-        return range(first, first + self._batches)
+        first = step * self.batches_per_step + self.skipped
+        return range(first, first + self.batches_per_step)
 
     def take(self, step: int) -> bool:
         """Return whether the loop has computed the batches of ``step``. Raises ConfigError for another number
         of batches than in the first step."""
         used, own = self._used, self.blocks_of(self._loop.number)
-        if len(used) != self._batches:
+        if len(used) != self.batches_per_step:
             raise ConfigError(
-                f"the script makes a step of {len(used)} batches after steps of {self._batches}, and --adopt "
-                f"cannot tell which batches the job's steps have: {OWN_WAY}"
+                f"the script makes a step of {len(used)} batches after steps of {self.batches_per_step}, and "
+                f"--adopt cannot tell which batches the job's steps have: {OWN_WAY}"
             )
         return self._loop.computes and step == self._loop.number and used == list(own)
 
@@ -436,7 +432,7 @@ class AdoptedData:
         data = self._order.data
         unit = "batches" if data.batched else "samples"
         sampling = "" if self._order.order is None else f" in the order of its {self._order.order.name}"
-        here = data.batch_size * self._batches
+        here = data.batch_size * self.batches_per_step
         return (
             f"the DataLoader over {_name(self._loader)}{sampling} ({here} {unit} a step here, "
             f"{self.sampler.global_batch_size} in the job)"

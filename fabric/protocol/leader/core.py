@@ -417,8 +417,7 @@ class LeaderCore:
             self.evictions.stragglers.came(peer.session.replica)
         peer.beat = beat
         self.state.note_named(peer)
-        if beat.empty >= 0:
-            self.progress.record_empty_step(peer, beat)
+        self.progress.record_empty_step(peer, beat)
         self.admission.note_return(peer, beat)
         if beat.times is not None:
             peer.times = beat.times

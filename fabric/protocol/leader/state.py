@@ -420,15 +420,14 @@ class Progress:
     empty_due: float = 0.0  # the time from which another event about a step without data may follow
 
     def note_step(self, peer: Peer) -> None:
-        if self.highest_step is not None and peer.step <= self.highest_step:
-            return
-        if self.state.in_force(peer) and self.state.is_of_generation(peer):
-            self.highest_step = max(self.highest_step or 0, peer.step)
+        is_higher = self.highest_step is None or peer.step > self.highest_step
+        if is_higher and self.state.in_force(peer) and self.state.is_of_generation(peer):
+            self.highest_step = peer.step
 
     def record_empty_step(self, peer: Peer, beat: m.Heartbeat) -> None:
         """Write an event about a step without data: once per step, and at most once a second."""
         newest = (beat.generation, beat.empty)
-        if beat.empty > beat.step or newest <= self.empty or self.state.now < self.empty_due:
+        if not 0 <= beat.empty <= beat.step or newest <= self.empty or self.state.now < self.empty_due:
             return
         if self.state.in_force(peer) and self.state.is_of_generation(peer):
             self.empty, self.empty_due = newest, self.state.now + EMPTY_S

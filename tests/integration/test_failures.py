@@ -13,12 +13,12 @@ from job import DEADLINE_S, Job
 from fabric.audit.journal import read_run
 from fabric.audit.summary import judge
 
-STEPS = 40
+STEPS = 40  # of a job whose environment says no other number
 # With this setting the job does not end before a killed or stopped replica is back.
 PATIENT = {"TINY_PATIENT_STEPS": "30"}
 
 
-def check(job: Job, steps: int = STEPS) -> None:
+def check(job: Job, steps: int | None = None) -> None:
     """Judge the journals as ``fabric demo verify`` does: all invariants hold, digests agree, no step is
     lost.
     """
@@ -26,7 +26,8 @@ def check(job: Job, steps: int = STEPS) -> None:
     assert not verdict.broken, "\n".join(verdict.broken[:10])
     summary = verdict.summary
     assert summary.digests_equal
-    assert (summary.steps, summary.steps_lost) == (steps, 0)
+    expected = steps or int(job.environment.get("TINY_STEPS", STEPS))
+    assert (summary.steps, summary.steps_lost) == (expected, 0)
     assert (summary.samples_skipped, summary.samples_repeated) == (0, 0)
 
 
@@ -35,7 +36,7 @@ def finals(job: Job) -> dict[str, str]:
     return {f"r{i}": job.events(f"r{i}", "state")[-1]["digest"] for i in range(job.replicas)}
 
 
-def finish_and_check(job: Job, steps: int = STEPS, deadline_s: float = DEADLINE_S) -> None:
+def finish_and_check(job: Job, steps: int | None = None, deadline_s: float = DEADLINE_S) -> None:
     job.finish(deadline_s=deadline_s)
     assert job.codes == {f"r{i}": 0 for i in range(job.replicas)}, job.logs()
     assert len(set(finals(job).values())) == 1

@@ -184,7 +184,7 @@ def answer_members_when_the_lease_has_ended(patch: pytest.MonkeyPatch) -> None:
 
 def number_epochs_by_a_restored_record(patch: pytest.MonkeyPatch) -> None:
     """Bug: the next epoch follows the record, although members know newer epochs."""
-    patch.setattr(JobState, "named_by_sessions", lambda state: (0, 0))
+    patch.setattr(JobState, "note_named", lambda state, peer: None)
 
 
 def wait_for_the_members_of_a_restored_record(patch: pytest.MonkeyPatch) -> None:

@@ -34,12 +34,15 @@ def save_nothing_without_a_leader(patch):
 
 
 def give_up_when_the_saver_dies(patch):
-    is_to_save = SnapshotServing.is_to_save
-    patch.setattr(
-        SnapshotServing,
-        "is_to_save",
-        lambda serving: is_to_save(serving) and serving._epochs.current.names[0] == serving._context.replica,
-    )
+    look = OperatorOrders._look
+
+    def kept(orders, record):
+        first = orders.noticed.saver
+        found = look(orders, record)
+        orders.noticed = replace(found, saver=first or found.saver)
+        return orders.noticed
+
+    patch.setattr(OperatorOrders, "_look", kept)
 
 
 def choose_the_saver_again_at_each_look(patch):

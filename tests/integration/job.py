@@ -24,7 +24,7 @@ if str(TESTS := Path(__file__).resolve().parents[1]) not in sys.path:  # where a
 
 import forked_processes
 
-from fabric.cli.launch.attempt import AttemptSpec
+from fabric.cli.launch.attempt import AttemptSpec, Place
 from fabric.runtime.rank_layout import RankLayout
 
 HERE = Path(__file__).parent
@@ -42,7 +42,7 @@ DEADLINE_S = 180.0  # such a wait usually takes a second or two, but the machine
 def launcher_variables(number: int) -> dict[str, str]:
     """Return what ``fabric launch`` adds to the environment of a replica of one rank, at start ``number``."""
     # Port 0 for the rendezvous of one rank: the kernel chooses.
-    attempt = AttemptSpec((), {}, RankLayout(1), port=0, number=number, run=f"test.{number}")
+    attempt = AttemptSpec((), {}, RankLayout(1), Place(), number=number, run=f"test.{number}")
     return attempt.rank_environment(0)
 
 

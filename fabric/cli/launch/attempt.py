@@ -79,34 +79,53 @@ class RankOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Which part of the replica's ranks this host runs, and where the replica's rank 0 listens."""
+
+    node: int = 0
+    nodes: int = 1
+    head: str = "127.0.0.1"
+    port: int = 0  # TCP port of the rendezvous
+
+    def own_ranks(self, layout: RankLayout) -> range:
+        """The ranks that run on this host, of all ranks of the replica."""
+        count = layout.ranks // self.nodes
+        return range(self.node * count, (self.node + 1) * count)
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptSpec:
     """The command, environment and layout of one attempt's ranks."""
 
     command: Sequence[str]
     environment: Mapping[str, str]  # environment of every rank; each rank also gets variables of its own
     layout: RankLayout
-    port: int  # TCP port of the rendezvous
+    place: Place
     number: int  # number of attempts before this attempt
     run: str  # name of this attempt's torch.distributed world
     replica: str = ""
     log_dir: Path | None = None
     inherited: tuple[int, ...] = ()  # descriptors that the ranks inherit
 
+    @property
+    def own_ranks(self) -> range:
+        return self.place.own_ranks(self.layout)
+
     def rank_environment(self, rank: int) -> dict[str, str]:
         """The environment of one rank: the variables that torchrun sets, and the layout."""
-        size = str(self.layout.ranks)
+        size, ranks = str(self.layout.ranks), self.own_ranks
         own = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank - ranks.start),
             "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": str(len(ranks)),
+            "GROUP_RANK": str(self.place.node),
+            "GROUP_WORLD_SIZE": str(self.place.nodes),
             "ROLE_NAME": "default",
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.port),
+            "MASTER_ADDR": self.place.head,
+            "MASTER_PORT": str(self.place.port),
             "TORCHELASTIC_RUN_ID": self.run,
             "TORCHELASTIC_RESTART_COUNT": str(self.number),
             "FABRIC_LAYOUT": str(self.layout),
@@ -154,7 +173,7 @@ class LaunchAttempt:
     def start(self) -> None:
         """Start every rank. Raises OSError if the program cannot be started; then no rank is left."""
         try:
-            for rank in range(self._spec.layout.ranks):
+            for rank in self._spec.own_ranks:
                 self._start(rank)
         except OSError:
             self.signal(signal.SIGKILL)

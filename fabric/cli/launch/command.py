@@ -10,10 +10,11 @@ import click
 
 from fabric.cli.launch.launcher import LaunchPlan, launch
 from fabric.errors import ConfigError
+from fabric.protocol.nodes import MAX_NODES, MAX_RANKS_OF_HOST, SPARE
 from fabric.runtime import logs
 from fabric.runtime.config import Settings, given_text, settings
 from fabric.runtime.process_environment import own_program, process_environment
-from fabric.runtime.rank_layout import candidates, parse_layout
+from fabric.runtime.rank_layout import candidates, parse_layout, parse_ranks
 
 # Options that set a variable of the trainer's environment.
 _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
@@ -32,6 +33,11 @@ _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
     multiple=True,
     help="Layout of the ranks, such as tp=2 or ranks=4,layers=5+7; several by preference; FABRIC_LAYOUT.",
 )
+@click.option("--nodes", type=click.IntRange(1, MAX_NODES), default=1, help="Hosts of this replica: 1.")
+@click.option(
+    "--node", type=click.IntRange(0, MAX_NODES - 1), help="This host's number; SLURM_NODEID, a pod's index."
+)
+@click.option("--spare-node", is_flag=True, help="This host takes the place of any node that is lost.")
 @click.option("--job", default="", help="Name of the job; FABRIC_JOB.")
 @click.option("--replica", default="", help="Name of this replica; FABRIC_REPLICA.")
 @click.option("--replicas", default="", help="How many the job starts with; FABRIC_REPLICAS.")
@@ -61,10 +67,15 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
         command = (*command[:at], "--adopt", *command[at:])
     given = {f"FABRIC_{name.upper()}": options[name] for name in _VARIABLES if options[name]}
     environment = {**process_environment(), **given}
+    nodes = options["nodes"]
+    node = _node_number(environment, options) if nodes > 1 or options["spare_node"] else 0
+    seen = environment if node != SPARE else {"FABRIC_REPLICA": "spare-node", **environment}
     try:
-        chosen = _checked_settings(environment, check=not options["no_check"])
+        chosen = _checked_settings(seen, check=not options["no_check"])
     except ConfigError as error:
         raise ConfigError(_in_options(str(error), options)) from None
+    if nodes > 1 and chosen.disable:
+        raise ConfigError("--nodes needs a lighthouse, where the hosts meet: unset FABRIC_DISABLE")
     logs.set_up("launcher", chosen.log)
     logs.describe(job=chosen.job, replica=chosen.replica)
     layouts, log_dir = options["layouts"] or environment.get("FABRIC_LAYOUT", "").split(), options["log_dir"]
@@ -72,7 +83,9 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
         _make_folder(log_dir)
     plan = LaunchPlan(
         command=command,
-        candidates=candidates(tuple(map(parse_layout, layouts)), chosen.ranks),
+        candidates=candidates(tuple(map(parse_layout, layouts)), _all_ranks(chosen.ranks, nodes)),
+        nodes=nodes,
+        node=node,
         environment=environment,
         replica=chosen.replica or "replica",
         restarts=options["restarts"],
@@ -82,6 +95,37 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
         has_lighthouse=not chosen.disable,
     )
     sys.exit(launch(plan))
+
+
+def _node_number(environment: dict[str, str], options: dict[str, Any]) -> int:
+    """Return this host's number in its replica, SPARE for a spare host. Raises ConfigError."""
+    nodes, given = options["nodes"], options["node"]
+    if options["spare_node"] and nodes == 1:
+        raise ConfigError("--spare-node is for replicas of several hosts: give their --nodes too")
+    if options["spare_node"] and given is not None:
+        raise ConfigError("--node and --spare-node contradict each other: leave one of them away")
+    if options["spare_node"]:
+        return SPARE
+    texts = [environment.get(name, "") for name in ("SLURM_NODEID", "JOB_COMPLETION_INDEX")]
+    number = given if given is not None else next((int(text) for text in texts if text.isdecimal()), None)
+    if number is None:
+        raise ConfigError(f"--nodes {nodes} needs this host's number: give --node 0 to {nodes - 1}")
+    if number >= nodes:
+        raise ConfigError(f"--node {number} is not below --nodes {nodes}: give 0 to {nodes - 1}")
+    return int(number)
+
+
+def _all_ranks(ranks: str, nodes: int) -> str:
+    """Return how many ranks a replica has, if each of its hosts starts ``ranks``. Raises ConfigError."""
+    if nodes == 1 or not ranks:
+        return ranks if nodes == 1 else str(nodes)
+    least, most = parse_ranks(ranks)
+    if least != most or most > MAX_RANKS_OF_HOST:
+        raise ConfigError(
+            f"--ranks {ranks} with --nodes {nodes}: give one count up to {MAX_RANKS_OF_HOST}, the ranks of "
+            "each host"
+        )
+    return str(most * nodes)
 
 
 def _checked_settings(environment: dict[str, str], *, check: bool) -> Settings:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import selectors
 import signal
@@ -18,9 +19,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, RankOutput, RankProcess
+import fabric
+from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, Place, RankOutput, RankProcess
 from fabric.cli.launch.devices import visible_devices
 from fabric.cli.launch.guard import ENDING, Guard, SignalInbox
+from fabric.cli.launch.node_link import NodeLink, combined
 from fabric.cli.launch.restart_policy import (
     AttemptEnd,
     DeviceHistory,
@@ -30,7 +33,8 @@ from fabric.cli.launch.restart_policy import (
 )
 from fabric.errors import ConfigError, FabricError, Unreachable
 from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
-from fabric.model import shortened
+from fabric.model import counted, shortened
+from fabric.protocol.nodes import NodeEnd, NodeOrder, NodeSays
 from fabric.runtime.config import advertised_host, settings
 from fabric.runtime.guarded_processes import MarkedProcesses
 from fabric.runtime.http.lighthouse_client import Lighthouses
@@ -145,7 +149,8 @@ _TRIES = 64
 class RendezvousPort:
     """The ports of a launcher's attempts, one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        self._address = address  # to bind; empty: all addresses of this host
         self._held: socket.socket | None = None
         self._used: deque[int] = deque(maxlen=4096)
 
@@ -155,7 +160,7 @@ class RendezvousPort:
         try:
             for _ in range(_TRIES):
                 reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-                reserved.bind(("127.0.0.1", 0))
+                reserved.bind((self._address, 0))
                 port = int(reserved.getsockname()[1])
                 if port in self._used:
                     rejected.append(reserved)  # stays bound, so that the kernel offers another port next
@@ -201,6 +206,10 @@ log = logging.getLogger(__name__)
 GRACE_S = 10.0
 # Time from SIGTERM to SIGKILL after a rank has failed.
 _TERM_S = 5.0
+# After a failure on another host this host's ranks have this time to end on their own.
+STOPPED_S = 3.0
+# A host whose ranks have finished waits at most this long to hear of the others.
+UNTOLD_S = 60.0
 _KILL_S = 10.0
 
 
@@ -214,6 +223,8 @@ class LaunchPlan:
     replica: str
     restarts: int | None = None  # the most restarts; None: any number
     log_dir: Path | None = None
+    nodes: int = 1  # hosts of the replica
+    node: int = 0  # this host's number; SPARE: a spare host
     leave_file: Path | None = None  # if it exists when the replica finishes, the replica has left this host
     stop_s: float = 30.0  # time from the signal that ends the launcher to SIGKILL
     has_lighthouse: bool = False  # whether the lighthouse is told how attempts end
@@ -245,13 +256,66 @@ class Deadlines:
         return ready
 
 
+class OtherHosts:
+    """What this host says to the other hosts of its replica, and what it is told."""
+
+    def __init__(self, plan: LaunchPlan, selector: selectors.BaseSelector) -> None:
+        chosen = settings({"FABRIC_REPLICA": "spare-node", **plan.environment, "FABRIC_LAYOUT": ""})
+        self._host = advertised_host(chosen)
+        self._link = NodeLink(plan.environment)
+        selector.register(self._link.descriptor, selectors.EVENT_READ, self._link)
+        self._says = NodeSays(
+            uuid.uuid4().hex, self._host, plan.node, plan.nodes, "", "none", rack=chosen.rack
+        )
+        self.own_ranks = range(0)
+
+    @property
+    def order(self) -> NodeOrder:
+        return self._link.order
+
+    @property
+    def run(self) -> str:
+        """The name of the attempt in which this host is."""
+        return self._says.run
+
+    def wait_for_attempt(self, layout: RankLayout, port: int) -> None:
+        """Say that this host waits for the next attempt; rank 0 would listen on ``port``."""
+        count = layout.ranks // self._says.nodes
+        shape = (
+            f"{self._says.nodes} nodes of {counted(count, 'rank')} ({layout}), fabric {fabric.__version__}"
+        )
+        address = f"{self._host}:{port}"
+        self._says = replace(self._says, shape=shape, address=address, run="", end=None)
+        self.own_ranks = range(count)
+        self._link.say(self._says)
+
+    def take_place(self, order: NodeOrder) -> Place:
+        """Obey an order to start, and return this host's place."""
+        says = replace(self._says, run=order.run, attempt=order.attempt, node=order.node)
+        first = order.node * len(self.own_ranks)
+        self._says, self.own_ranks = says, range(first, first + len(self.own_ranks))
+        self._link.say(says, order.replica)
+        host, _, port = order.head.rpartition(":")
+        return Place(order.node, says.nodes, host, int(port))
+
+    def tell_end(self, end: AttemptEnd) -> None:
+        """Say how this host's ranks ended."""
+        self._says = replace(self._says, end=NodeEnd(dict(end.codes), end.first, end.ran_s))
+        self._link.say(self._says)
+
+    def leave(self, why: str) -> None:
+        """Say that this launcher ends, and wait a moment until the others know."""
+        self._link.say(replace(self._says, gone=why))
+        self._link.close()
+
+
 class Launcher:
     """Keeps one replica running."""
 
     def __init__(self, plan: LaunchPlan, guard: Guard, marked: MarkedProcesses, inbox: SignalInbox) -> None:
         self._plan, self._guard, self._marked, self._inbox = plan, guard, marked, inbox
         self._policy = RestartPolicy(plan.restarts)
-        self._rendezvous = RendezvousPort()
+        self._rendezvous = RendezvousPort("127.0.0.1" if plan.nodes == 1 else "")
         self._history = DeviceHistory()
         self._refused: list[RankLayout] = []
         self._layouts = LayoutMemory()
@@ -263,6 +327,7 @@ class Launcher:
         self._attempts = 0
         self._last_line = ""  # what the first rank of the newest attempt that failed wrote last
         self._reporter = Reporter(plan.environment) if plan.has_lighthouse else None
+        self._hosts = OtherHosts(plan, self._selector) if plan.nodes > 1 else None
 
     def run(self) -> int:
         """Run attempts until the end; return the exit code. Raises FabricError where no attempt can begin."""
@@ -272,16 +337,25 @@ class Launcher:
             self._report(str(error), gave_up=True)
             raise
         finally:
+            if self._hosts is not None:
+                ended_by = (
+                    f"{signal.Signals(self._ended_by).name} ended" if self._ended_by else "nothing needs"
+                )
+                self._hosts.leave(f"{ended_by} its launcher")
             if self._reporter is not None:
                 self._reporter.close()
 
     def _run(self) -> int:
         while True:
             layout, devices = self._next_layout()
-            end = self._attempt(layout, devices)
+            place = self._meet(layout)
+            if place is None:
+                return self._stop()
+            end = self._attempt(layout, devices, place)
             if self._ended_by and set(end.codes.values()) != {FINISHED}:
                 return self._stop()
-            self._note_devices(end, devices)
+            self._note_devices(end, devices, place.own_ranks(layout).start)
+            end = self._end_everywhere(end)
             order = self._layouts.take() if end.codes.get(0) == RESTART else None
             move = self._policy.judge(end) if order is None else self._follow(order, devices)
             if move.code is not None:
@@ -291,7 +365,7 @@ class Launcher:
                 self._ordered = None
             when = f"in {move.pause_s:g} s" if move.pause_s else "at once"
             log.warning("%s (%s): attempt %d begins %s", move.why, layout, self._attempts + 1, when)
-            if order is None:
+            if order is None and self._speaks_for(end):
                 self._report(move.why, gave_up=False)
             self._pause(move.pause_s)
             if self._ended_by:
@@ -310,17 +384,19 @@ class Launcher:
                 "see its kernel's log, and start the replica elsewhere"
             )
         self._devices = visible
-        most = max(layout.ranks for layout in candidates)
+        nodes = self._plan.nodes
+        most = max(layout.ranks for layout in candidates) // nodes
         usable = self._history.usable(visible or tuple(map(str, range(most))))
         if ordered is not None:
             usable = tuple(device for device in usable if device not in ordered.without)
-        layout = choose_layout(candidates, len(usable), self._refused)
+        layout = choose_layout(candidates, len(usable) * nodes, self._refused)
         if layout is not None:
             return layout, usable
         raise ConfigError(self._why_none(len(visible), len(usable)))
 
     def _why_none(self, visible: int, usable: int) -> str:
-        replica, least = self._plan.replica, min(layout.ranks for layout in self._plan.candidates)
+        replica = self._plan.replica
+        least = min(layout.ranks for layout in self._plan.candidates) // self._plan.nodes
         if self._refused:
             refused = " and ".join(f'"{layout}"' for layout in self._refused)
             return (
@@ -337,7 +413,29 @@ class Launcher:
             "fewer --ranks, a range such as 1:4, or set CUDA_VISIBLE_DEVICES= for the CPU"
         )
 
-    def _spec(self, layout: RankLayout, devices: Sequence[str]) -> AttemptSpec:
+    def _meet(self, layout: RankLayout) -> Place | None:
+        """Return this host's place in the next attempt, None where a signal ends this launcher before.
+
+        In a replica of several hosts it waits until each number has a host.
+        """
+        port = self._rendezvous.renew()
+        if self._hosts is None:
+            return Place(port=port)
+        self._hosts.wait_for_attempt(layout, port)
+        said = ""
+        while not self._ended_by:
+            order = self._hosts.order
+            if order.do == "start":
+                self._attempts = order.attempt - 1
+                self._plan.environment["FABRIC_REPLICA"] = order.replica
+                return self._hosts.take_place(order)
+            if order.why != said:
+                said = order.why
+                log.info("this host waits: %s", said)
+            self._look(None)
+        return None
+
+    def _spec(self, layout: RankLayout, devices: Sequence[str], place: Place) -> AttemptSpec:
         environment = dict(self._plan.environment)
         if self._devices:
             if environment.get("CUDA_VISIBLE_DEVICES") is None:
@@ -345,16 +443,17 @@ class Launcher:
                 environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             if tuple(devices) != self._devices or "CUDA_VISIBLE_DEVICES" in environment:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        environment[LAYOUT_ORDERS] = str(self._layouts.descriptor)
+        if self._hosts is None:
+            environment[LAYOUT_ORDERS] = str(self._layouts.descriptor)
         allowed = [str(x) for x in self._plan.candidates if x not in self._refused]
         self._layouts.offer(LayoutOffer(tuple(allowed), tuple(map(str, self._refused))))
         return AttemptSpec(
             command=self._plan.command,
             environment=environment,
             layout=layout,
-            port=self._rendezvous.renew(),
+            place=place,
             number=self._attempts,
-            run=uuid.uuid4().hex,
+            run=uuid.uuid4().hex if self._hosts is None else self._hosts.run,
             replica=self._plan.replica,
             log_dir=self._plan.log_dir,
             inherited=(self._layouts.descriptor,),
@@ -362,9 +461,9 @@ class Launcher:
 
     # --- an attempt ---------------------------------------------------------------------------------------
 
-    def _attempt(self, layout: RankLayout, devices: Sequence[str]) -> AttemptEnd:
-        """Run all ranks to their end, and end the processes that they leave behind."""
-        attempt = LaunchAttempt(self._spec(layout, devices), self._selector)
+    def _attempt(self, layout: RankLayout, devices: Sequence[str], place: Place) -> AttemptEnd:
+        """Run this host's ranks to their end, and end the processes that they leave behind."""
+        attempt = LaunchAttempt(self._spec(layout, devices, place), self._selector)
         self._attempts += 1
         began = time.monotonic()
         try:
@@ -372,21 +471,27 @@ class Launcher:
         except OSError as error:
             code = 127 if error.errno == errno.ENOENT else 126
             log.error("%s cannot be started (%s): correct the command", self._plan.command[0], error.strerror)
-            return AttemptEnd({0: code})
+            return AttemptEnd({place.own_ranks(layout).start: code})
         self._guard.tell(attempt.pids)
         log.info("attempt %d runs (%s): %s", self._attempts, layout, _named(attempt.pids))
         first: tuple[int, ...] = ()
         failed_at = 0.0
+        stopped = False
         deadlines = Deadlines()
         while attempt.is_running:
             ended = self._wait(attempt, deadlines)
             failed = tuple(rank.rank for rank in ended if rank.code != FINISHED)
-            if failed and not first and not self._ended_by:
+            if failed and not (first or stopped or self._ended_by):
                 first, failed_at = failed, time.monotonic()
                 deadlines.steps = [
                     (failed_at + GRACE_S, signal.SIGTERM),
                     (failed_at + GRACE_S + _TERM_S, signal.SIGKILL),
                 ]
+            if self._hosts is not None and self._hosts.order.do == "stop" and not (stopped or self._ended_by):
+                stopped = True
+                log.warning("%s: this host's ranks end too", self._hosts.order.why)
+                at = time.monotonic() + STOPPED_S
+                deadlines.steps = [(at, signal.SIGTERM), (at + _TERM_S, signal.SIGKILL)]
         self._marked.sessions = frozenset(attempt.pids)
         self._marked.kill(_KILL_S)
         attempt.close()
@@ -402,6 +507,8 @@ class Launcher:
                 ended.append(key.data)
             elif isinstance(key.data, RankOutput):
                 attempt.pump(key.data)
+            elif isinstance(key.data, NodeLink):
+                key.data.read()
         for number in self._inbox.read():
             self._forward(number, attempt, deadlines)
         for number in deadlines.due():
@@ -421,12 +528,42 @@ class Launcher:
 
     # --- after an attempt ---------------------------------------------------------------------------------
 
-    def _note_devices(self, end: AttemptEnd, devices: Sequence[str]) -> None:
+    def _note_devices(self, end: AttemptEnd, devices: Sequence[str], lowest: int) -> None:
+        """Note failed devices of this host, whose ranks begin with ``lowest``."""
         for rank in end.lost_device:
-            if self._history.note(devices[rank], time.monotonic()):
-                log.error(
-                    "device %s has failed repeatedly (rank %d): it is used no more", devices[rank], rank
-                )
+            device = devices[rank - lowest]
+            if self._history.note(device, time.monotonic()):
+                log.error("device %s has failed repeatedly (rank %d): it is used no more", device, rank)
+
+    def _end_everywhere(self, end: AttemptEnd) -> AttemptEnd:
+        """Tell the replica's other hosts how this one's ranks ended; return the end of all.
+
+        Without an answer, as where the lighthouse is away, ranks that have finished are waited for no longer.
+        """
+        if self._hosts is None:
+            return end
+        self._hosts.tell_end(end)
+        until = time.monotonic() + UNTOLD_S if set(end.codes.values()) == {FINISHED} else math.inf
+        while not self._ended_by and time.monotonic() < until:
+            if self._hosts.order.do == "judge":
+                return combined(self._hosts.order)
+            self._look(min(until - time.monotonic(), 3600.0))
+        return end
+
+    def _speaks_for(self, end: AttemptEnd) -> bool:
+        """Whether this host tells the lighthouse of the end: one of the replica's hosts does."""
+        if self._hosts is None:
+            return True
+        return min(end.first or end.codes, default=-1) in self._hosts.own_ranks
+
+    def _look(self, timeout_s: float | None) -> None:
+        """Wait for the next order or signal, while no rank runs."""
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.data, NodeLink):
+                key.data.read()
+        ending = [number for number in self._inbox.read() if number in ENDING]
+        if ending:
+            self._ended_by = ending[0]
 
     def _follow(self, order: LayoutOrder, devices: Sequence[str]) -> NextMove:
         """Take the ordered layout for the next attempts, which begin at once."""
@@ -459,15 +596,8 @@ class Launcher:
     def _pause(self, pause_s: float) -> None:
         """Wait, unless a signal ends the launcher."""
         until = time.monotonic() + pause_s
-        while not self._ended_by:
-            ending = [number for number in self._inbox.read() if number in ENDING]
-            left_s = until - time.monotonic()
-            if ending:
-                self._ended_by = ending[0]
-            elif left_s <= 0:
-                return
-            else:
-                self._selector.select(left_s)
+        while not self._ended_by and (left_s := until - time.monotonic()) > 0:
+            self._look(left_s)
 
 
 def _named(pids: Sequence[int]) -> str:

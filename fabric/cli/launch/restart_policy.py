@@ -24,6 +24,7 @@ class AttemptEnd:
     codes: Mapping[int, int]  # exit code of each rank; negative: the signal that killed it
     first: tuple[int, ...] = ()  # ranks that failed first, before the launcher ended other ranks
     ran_s: float = 0.0  # seconds from the attempt's start to its first failure
+    lost: tuple[str, ...] = ()  # the replica's other hosts that were lost, with the reason
 
     @property
     def lost_device(self) -> tuple[int, ...]:
@@ -51,7 +52,7 @@ class RestartPolicy:
 
     def judge(self, end: AttemptEnd) -> NextMove:
         """Return the launcher's next move after this attempt."""
-        if set(end.codes.values()) == {FINISHED}:
+        if set(end.codes.values()) == {FINISHED} and not end.lost:
             return NextMove(code=FINISHED)
         refusing = [rank for rank, code in sorted(end.codes.items()) if code == LAYOUT_REFUSED]
         if refusing:
@@ -73,11 +74,13 @@ class RestartPolicy:
 
     def _has_cause(self, end: AttemptEnd) -> bool:
         """Whether a rank's death made others end with 1: ranks that lose a peer before ``attach`` do so."""
-        return any(end.codes[rank] < 0 or end.codes[rank] == DEVICE_FAILED for rank in end.first)
+        return bool(end.lost) or any(
+            end.codes[rank] < 0 or end.codes[rank] == DEVICE_FAILED for rank in end.first
+        )
 
     def _why(self, end: AttemptEnd) -> str:
         ranks = end.first or tuple(rank for rank, code in sorted(end.codes.items()) if code != FINISHED)
-        return ", ".join(f"rank {rank} {describe(end.codes[rank])}" for rank in ranks[:8])
+        return ", ".join([*end.lost[:8], *(f"rank {rank} {describe(end.codes[rank])}" for rank in ranks[:8])])
 
 
 @dataclass
@@ -131,5 +134,5 @@ def _signal_name(number: int) -> str:
 def _code_of(end: AttemptEnd) -> int:
     """Return the launcher's exit code for an attempt that failed: that of the first rank to fail."""
     failed = [*end.first, *sorted(rank for rank, code in end.codes.items() if code != FINISHED)]
-    code = end.codes[failed[0]]
+    code = end.codes[failed[0]] if failed else RESTART
     return END_BY_SIGNAL - code if code < 0 else code

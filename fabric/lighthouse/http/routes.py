@@ -27,6 +27,7 @@ from fabric.lighthouse.history.slowdowns import SlowdownRecord
 from fabric.lighthouse.http import dashboard, websockets
 from fabric.lighthouse.http.drill_routes import add_drills
 from fabric.lighthouse.http.job_status import StatusCache, job_line, job_text
+from fabric.lighthouse.http.node_meeting import NodeMeetings
 from fabric.lighthouse.http.operator_routes import add_commands, body_of, find_job, text_of
 from fabric.lighthouse.http.tokens import Tokens, TokenTries, is_in_scope, token_required
 from fabric.lighthouse.jobs.job import Job
@@ -197,6 +198,7 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     add("/v1/jobs/{job}/session", routes.session)
     add("/v1/jobs/{job}/trainer-status", routes.trainer_status)
     app.router.add_post("/v1/jobs/{job}/launcher", routes.launcher)
+    app.router.add_post("/v1/jobs/{job}/nodes", NodeMeetings(parts.jobs, lambda: parts.election.term).answer)
     dashboard.add_routes(app, tokens, tries)
     add_commands(app, lambda: parts.jobs)
     add_drills(app, lambda: parts.jobs, tokens)

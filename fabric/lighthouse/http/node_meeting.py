@@ -1,0 +1,160 @@
+"""``POST /v1/jobs/{job}/nodes``: where the launchers of a replica of several hosts meet (``protocol.nodes``).
+
+A request is held until there is another order than the one that the launcher has, for some seconds at most.
+The tables belong to one term of leadership: the next leader learns all from the launchers again.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+import msgspec
+from aiohttp import web
+
+from fabric.errors import ProtocolError, Refused
+from fabric.lighthouse.connections.validation import check_name
+from fabric.lighthouse.http.operator_routes import body_of
+from fabric.lighthouse.jobs.jobs import Jobs
+from fabric.protocol.nodes import SPARE, NodeOrder, NodeSays, ReplicaNodes
+
+HELD_S = 10.0
+_SWEEP_S = 0.25
+_MAX_REPLICAS = 1024
+_EXAMPLE = '{"replica": "r0", "says": {"id": "...", "host": "node-7", "number": 1, ...}}'
+
+
+class Meeting:
+    """The launchers of one replica, and the requests that wait for their next order."""
+
+    def __init__(self, note: Callable[[ReplicaNodes], None]) -> None:
+        self.nodes = ReplicaNodes(lambda: uuid.uuid4().hex)
+        self._note = note
+        self._stage = self.nodes.stage
+        self.changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def look(self) -> None:
+        """Wake the requests whose orders have changed, and look again soon."""
+        if self.nodes.stage != self._stage:
+            self._stage = self.nodes.stage
+            self.changed.set()
+            self.changed = asyncio.Event()
+            self._note(self.nodes)
+        if self._timer is None and not self.nodes.is_empty:
+            self._timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+
+    def close(self) -> None:
+        """Wake all requests, for the last time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.changed.set()
+
+    def _sweep(self) -> None:
+        self._timer = None
+        self.nodes.sweep(time.monotonic())
+        self.look()
+
+
+class NodeMeetings:
+    """The meetings of one lighthouse. ``term`` names the term in which it leads, None while it does not."""
+
+    def __init__(self, jobs: Jobs, term: Callable[[], object]) -> None:
+        self._jobs, self._term = jobs, term
+        self._of_term: object = None
+        self._meetings: dict[tuple[str, str], Meeting] = {}
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Take what one launcher says, and answer with its next order."""
+        body = await body_of(request, _EXAMPLE)
+        job, replica = check_name("job", request.match_info["job"]), str(body.get("replica", ""))
+        try:
+            says = msgspec.convert(body.get("says"), NodeSays, str_keys=True)
+            knows = msgspec.convert(body.get("knows"), tuple[str, str, str] | None)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f'"says" or "knows" cannot be used ({error}): send {_EXAMPLE}') from error
+        if not (says.host + says.shape + says.address + says.gone).isprintable():
+            raise ProtocolError('"says" has characters that cannot be printed')
+        if replica or says.number != SPARE:
+            meetings = {replica: self._find(job, check_name("replica", replica))}
+        else:  # a spare host for whichever replica needs one
+            self._find_term()
+            meetings = {name: x for (of_job, name), x in self._meetings.items() if of_job == job}
+        for meeting in meetings.values():
+            meeting.nodes.hear(says, time.monotonic())
+            meeting.look()
+        broken = True
+        try:
+            order = await self._next_order(request, meetings, says, knows)
+            broken = False
+        finally:
+            for meeting in meetings.values():
+                meeting.nodes.answered(says.id, time.monotonic(), broken=broken)
+                meeting.look()
+        return web.json_response(text=json.dumps(asdict(order)))
+
+    async def _next_order(
+        self,
+        request: web.Request,
+        meetings: dict[str, Meeting],
+        says: NodeSays,
+        knows: tuple[str, str, str] | None,
+    ) -> NodeOrder:
+        until = time.monotonic() + HELD_S
+        changes = [meeting.changed for meeting in meetings.values()]
+        order = self._order(meetings, says)
+        while order.key == knows and time.monotonic() < until and self._term() == self._of_term:
+            if request.transport is None or request.transport.is_closing():
+                raise web.HTTPBadRequest(text="the launcher has closed its connection")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SWEEP_S):
+                    await (changes[0].wait() if len(changes) == 1 else asyncio.sleep(HELD_S))
+            if any(change.is_set() for change in changes):
+                return self._order(meetings, says)
+        return order
+
+    def _order(self, meetings: dict[str, Meeting], says: NodeSays) -> NodeOrder:
+        """The order of the first replica that needs this launcher."""
+        now = time.monotonic()
+        orders = [replace(x.nodes.order(says.id, now), replica=name) for name, x in meetings.items()]
+        waits = NodeOrder("wait", "this host stands by as a spare host")
+        return next(
+            (order for order in orders if order.do != "wait"), orders[0] if len(orders) == 1 else waits
+        )
+
+    def _find_term(self) -> None:
+        if self._term() != self._of_term:
+            for meeting in self._meetings.values():
+                meeting.close()
+            self._meetings, self._of_term = {}, self._term()
+
+    def _find(self, job: str, replica: str) -> Meeting:
+        self._find_term()
+        found = self._meetings.get((job, replica))
+        if found is None:
+            self._meetings = {key: x for key, x in self._meetings.items() if not x.nodes.is_empty}
+            if len(self._meetings) >= _MAX_REPLICAS:
+                raise Refused(
+                    f"replica {replica} of job {job} is not taken: the hosts of {_MAX_REPLICAS} replicas "
+                    "meet here already; wait until one has ended"
+                )
+            found = Meeting(lambda nodes: self._note(job, replica, nodes))
+            self._meetings[job, replica] = found
+        return found
+
+    def _note(self, job: str, replica: str, nodes: ReplicaNodes) -> None:
+        """Record in the job's events that an attempt begins, or why it fails."""
+        for (of_job, other), meeting in self._meetings.items():
+            if of_job == job and other != replica:
+                for launcher in nodes.roster:
+                    meeting.nodes.forget(launcher)
+        found = self._jobs.by_name.get(job)
+        _, why, is_over = nodes.stage
+        if found is None or is_over:
+            return
+        number, hosts = nodes.attempt
+        where = ", ".join(f"node {node} on {host}" for node, host in sorted(hosts.items())[:8])
+        found.note("nodes fail" if why else "nodes start", replica, why or f"attempt {number}: {where}")

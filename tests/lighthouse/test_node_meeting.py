@@ -1,0 +1,161 @@
+"""``fabric launch --nodes``: real launchers, one per host of a replica, meet at a real lighthouse."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from forked_processes import run_python
+from lighthouse_support import DEADLINE_S
+
+# A rank: notes its environment, and acts as $PLAY says for its rank and attempt: an exit code, or "waits".
+RANK = """
+import json, os, signal, sys, time
+names = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID "
+         "TORCHELASTIC_RESTART_COUNT FABRIC_REPLICA FABRIC_LAYOUT HOST")
+row = {name: os.environ.get(name, "") for name in names.split()} | {"pid": os.getpid()}
+with open(os.environ["NOTES"], "a") as file:
+    file.write(json.dumps(row) + "\\n")
+words = json.loads(os.environ["PLAY"]).get(row["RANK"], ["0"])
+act = words[min(int(row["TORCHELASTIC_RESTART_COUNT"]), len(words) - 1)]
+while act == "waits":
+    time.sleep(1000)
+sys.exit(int(act))
+"""
+
+
+class Hosts:
+    """Launchers that stand for hosts; each tells its ranks which host they are on."""
+
+    def __init__(self, lighthouse, job: str, folder) -> None:
+        self.lighthouse, self.job = lighthouse, job
+        self.script, self.notes = folder / "rank.py", folder / "notes"
+        self.script.write_text(RANK)
+        self.launchers: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, host: str, *options: str, play: dict[str, list[str]], replica: str = "r0") -> None:
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
+        own = {"NOTES": str(self.notes), "HOST": host, "PLAY": json.dumps(play)}
+        named = ["--job", self.job, "--lighthouse", self.lighthouse.url]
+        named += ["--replica", replica] if replica else []
+        command = [sys.executable, "-m", "fabric.cli.main", "launch", *named]
+        command += ["--token-file", self.lighthouse.token_file, *options]
+        self.launchers[host] = subprocess.Popen(
+            [*command, "--no-python", sys.executable, str(self.script)],
+            env={**plain, **own},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def rows(self, attempt: int | None = None) -> list[dict]:
+        lines = self.notes.read_text().splitlines() if self.notes.exists() else []
+        rows = [json.loads(line) for line in lines]
+        return [x for x in rows if attempt is None or x["TORCHELASTIC_RESTART_COUNT"] == str(attempt)]
+
+    def until_run(self, ranks: int, attempt: int) -> list[dict]:
+        """Wait until so many ranks have started in an attempt; return their notes, in rank order."""
+        deadline = time.monotonic() + DEADLINE_S
+        while len(self.rows(attempt)) < ranks:
+            assert time.monotonic() < deadline, self.rows()
+            time.sleep(0.02)
+        return sorted(self.rows(attempt), key=lambda row: int(row["RANK"]))
+
+    def codes(self) -> dict[str, int]:
+        return {host: x.wait(DEADLINE_S) for host, x in self.launchers.items()}
+
+
+@pytest.fixture
+def hosts(lighthouse, job, tmp_path):
+    found = Hosts(lighthouse, job, tmp_path)
+    yield found
+    for launcher in found.launchers.values():
+        launcher.terminate()
+    for launcher in found.launchers.values():
+        launcher.communicate(timeout=DEADLINE_S)
+
+
+NODES = ("--nodes", "2", "--ranks", "2")
+
+
+def test_the_hosts_of_a_replica_start_together_and_finish_together(hosts):
+    for number in (1, 0):
+        hosts.start(f"host-{number}", *NODES, "--node", str(number), play={})
+    assert hosts.codes() == {"host-0": 0, "host-1": 0}
+    rows = hosts.until_run(4, 0)
+    assert [row["RANK"] for row in rows] == ["0", "1", "2", "3"]
+    assert [row["LOCAL_RANK"] for row in rows] == ["0", "1", "0", "1"]
+    assert [row["HOST"] for row in rows] == ["host-0", "host-0", "host-1", "host-1"]
+    assert {row["FABRIC_LAYOUT"] for row in rows} == {"ranks=4"}
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        assert len({row[name] for row in rows}) == 1
+
+
+def test_a_dead_rank_starts_all_ranks_of_all_hosts_again(hosts):
+    play = {rank: ["waits", "0"] for rank in "0123"}
+    for number in (0, 1):
+        hosts.start(f"host-{number}", *NODES, "--node", str(number), play=play)
+    os.kill(hosts.until_run(4, 0)[3]["pid"], signal.SIGKILL)
+    again = hosts.until_run(4, 1)
+    assert hosts.codes() == {"host-0": 0, "host-1": 0}
+    first = hosts.rows(0)
+    for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        assert {row[name] for row in first}.isdisjoint({row[name] for row in again})
+
+
+def test_a_mistake_on_one_host_ends_the_launchers_of_all(hosts):
+    for number in (0, 1):
+        hosts.start(f"host-{number}", *NODES, "--node", str(number), play={"0": ["waits"], "2": ["1"]})
+    assert hosts.codes() == {"host-0": 1, "host-1": 1}
+    assert len(hosts.rows()) == 4
+
+
+def test_a_spare_host_takes_the_place_of_a_killed_one(hosts):
+    play = {rank: ["waits", "0"] for rank in "0123"}
+    for number in (0, 1):
+        hosts.start(f"host-{number}", *NODES, "--node", str(number), play=play)
+    hosts.until_run(4, 0)
+    hosts.start("host-2", *NODES, "--spare-node", play=play, replica="")
+    said = hosts.launchers["host-2"].stderr.readline()
+    while "stands by" not in said:
+        assert said, "the spare host has ended"
+        said = hosts.launchers["host-2"].stderr.readline()
+    hosts.launchers["host-0"].kill()
+    again = hosts.until_run(4, 1)
+    assert [row["HOST"] for row in again] == ["host-2", "host-2", "host-1", "host-1"]
+    assert {row["FABRIC_REPLICA"] for row in again} == {"r0"}
+    assert hosts.codes() == {"host-0": -9, "host-1": 0, "host-2": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--nodes", "2"], "--nodes 2 needs this host's number: give --node 0 to 1"),
+        (["--nodes", "2", "--node", "2"], "--node 2 is not below --nodes 2: give 0 to 1"),
+        (["--spare-node"], "--spare-node is for replicas of several hosts: give their --nodes too"),
+        (
+            ["--nodes", "2", "--node", "1", "--spare-node"],
+            "--node and --spare-node contradict each other: leave one of them away",
+        ),
+        (
+            ["--nodes", "2", "--node", "1", "--ranks", "1:4"],
+            "--ranks 1:4 with --nodes 2: give one count up to 64, the ranks of each host",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, sentence, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text("")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
+    done = run_python(
+        "-m",
+        "fabric.cli.main",
+        "launch",
+        *options,
+        str(script),
+        environment={**plain, "FABRIC_REPLICA": "r0", "FABRIC_LIGHTHOUSE": "http://127.0.0.1:1"},
+    )
+    assert done.returncode == 1 and sentence in done.stderr

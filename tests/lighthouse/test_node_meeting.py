@@ -1,5 +1,6 @@
 """``fabric launch --nodes``: real launchers, one per host of a replica, meet at a real lighthouse."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import time
 
 import pytest
 from forked_processes import run_python
-from lighthouse_support import DEADLINE_S
+from lighthouse_support import DEADLINE_S, LighthouseProcess
 
 # A rank: notes its environment, and acts as $PLAY says for its rank and attempt: an exit code, or "waits".
 RANK = """
@@ -68,14 +69,22 @@ class Hosts:
         return {host: x.wait(DEADLINE_S) for host, x in self.launchers.items()}
 
 
+@contextlib.contextmanager
+def gathered(hosts: Hosts):
+    """End the launchers at the end."""
+    try:
+        yield hosts
+    finally:
+        for launcher in hosts.launchers.values():
+            launcher.terminate()
+        for launcher in hosts.launchers.values():
+            launcher.communicate(timeout=DEADLINE_S)
+
+
 @pytest.fixture
 def hosts(lighthouse, job, tmp_path):
-    found = Hosts(lighthouse, job, tmp_path)
-    yield found
-    for launcher in found.launchers.values():
-        launcher.terminate()
-    for launcher in found.launchers.values():
-        launcher.communicate(timeout=DEADLINE_S)
+    with gathered(Hosts(lighthouse, job, tmp_path)) as found:
+        yield found
 
 
 NODES = ("--nodes", "2", "--ranks", "2")
@@ -128,6 +137,25 @@ def test_a_spare_host_takes_the_place_of_a_killed_one(hosts):
     assert [row["HOST"] for row in again] == ["host-2", "host-2", "host-1", "host-1"]
     assert {row["FABRIC_REPLICA"] for row in again} == {"r0"}
     assert hosts.codes() == {"host-0": -9, "host-1": 0, "host-2": 0}
+
+
+def test_hosts_run_on_without_a_lighthouse_and_meet_again_at_the_next(job, tmp_path):
+    """The next one knows of no attempt: it learns the nodes from the launchers."""
+    play = {rank: ["waits", "0"] for rank in "0123"}
+    arguments = ("--start-wait-s", "60", "--lease-s", "2")
+    lighthouse = LighthouseProcess(tmp_path, f"sqlite://{tmp_path}/store.db", arguments=arguments)
+    with lighthouse, gathered(Hosts(lighthouse, job, tmp_path)) as hosts:
+        for number in (0, 1):
+            hosts.start(f"host-{number}", *NODES, "--node", str(number), play=play)
+        ranks = hosts.until_run(4, 0)
+        port = lighthouse.port
+        lighthouse.process.kill()
+        lighthouse.process.wait(DEADLINE_S)
+        os.kill(ranks[1]["pid"], signal.SIGKILL)
+        lighthouse.launch(port)
+        lighthouse.wait_ready()
+        assert [row["HOST"] for row in hosts.until_run(4, 1)] == [row["HOST"] for row in ranks]
+        assert hosts.codes() == {"host-0": 0, "host-1": 0}
 
 
 @pytest.mark.parametrize(

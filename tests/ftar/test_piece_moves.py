@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from ring_harness import random_tensor, tcp_pair
 
 from fabric.ftar.host.exchange_buffers import raw
-from fabric.ftar.host.piece_moves import BLOCK_BYTES, DIGEST_BYTES, Inlet, Outlet, digest
-from fabric.ftar.reduce_ops import OPERATION_CODES, Reduction
+from fabric.ftar.host.piece_moves import BLOCK_BYTES, DIGEST_BYTES, Inlet, Outlet, digest, fold
+from fabric.ftar.reduce_ops import OPERATION_CODES
 from fabric.ftar.ring_schedule import DTYPE_CODES
 
 FLOAT = DTYPE_CODES[torch.float32]
@@ -69,6 +70,29 @@ def with_specials(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return values
 
 
+def by_numpy(operation: str, weight: float, parts: list[torch.Tensor], last: bool) -> torch.Tensor:
+    """The documented fold in numpy's arithmetic; 16-bit types in float32."""
+    folds = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
+    sixteen = parts[-1].dtype in (torch.float16, torch.bfloat16)
+    total, *others = [(part.float() if sixteen else part).numpy() for part in parts]
+    with np.errstate(all="ignore"):
+        for other in others:
+            total = folds[operation](total, other)
+        if operation == "mean" and last:
+            total = np.divide(total, total.dtype.type(weight))
+    return torch.from_numpy(total)
+
+
+def equal(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether all bits are equal; the payload of a NaN may differ."""
+    if not result.numel():
+        return not expected.numel()
+    odd = result != result  # only a NaN differs from itself
+    return torch.equal(odd, expected != expected) and torch.equal(
+        result[~odd].view(torch.uint8), expected[~odd].view(torch.uint8)
+    )
+
+
 CASES = [
     (dtype, operation, wide)
     for dtype in DTYPE_CODES
@@ -95,8 +119,7 @@ def test_a_sum_has_the_bits_of_reduce_ops(case, length, seed, weight, cuts, shif
     kept = torch.float32 if wide.endswith("to float32") else dtype
     last = kept == dtype
     received, own = with_specials(length, came, seed), with_specials(length, dtype, seed + 1)
-    expected = torch.empty(length, dtype=kept)
-    Reduction(operation, weight).combine(received, own, expected, last)
+    expected = by_numpy(operation, weight, [received, own], last).to(kept)
 
     near, far = tcp_pair()
     near.setblocking(False)
@@ -108,12 +131,33 @@ def test_a_sum_has_the_bits_of_reduce_ops(case, length, seed, weight, cuts, shif
         inlet.begin(len(payload), mine, into, DTYPE_CODES[came], DTYPE_CODES[kept], last, True)
         kept_digest = pumped(inlet, far, cut(payload + digest(payload), cuts))
         assert inlet.kept() == len(into)
-    result = values_of(into, kept)
-    odd = result.isnan() if dtype.is_floating_point else torch.zeros(length, dtype=torch.bool)
-    assert torch.equal(odd, expected.isnan() if dtype.is_floating_point else odd)
-    same = result[~odd].view(torch.uint8), expected[~odd].view(torch.uint8)
-    assert torch.equal(*same), (dtype, operation, wide)
+    assert equal(values_of(into, kept), expected)
     assert kept_digest == digest(into)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    case=st.sampled_from(CASES),
+    length=st.one_of(st.integers(1, 70), st.integers(900, 3000)),
+    members=st.integers(1, 9),
+    seed=st.integers(0, 10**6),
+    shift=st.integers(0, 9),
+    in_place=st.booleans(),
+)
+def test_the_memory_of_several_members_is_summed_in_their_order(case, length, members, seed, shift, in_place):
+    dtype, operation, wide = case
+    first = torch.float32 if wide.startswith("from") else dtype
+    kept = torch.float32 if wide.endswith("to float32") else dtype
+    last = kept == dtype
+    values = [with_specials(length, first if not i else dtype, seed + i) for i in range(members + 1)]
+    parts = [memory(x, shift) for x in values]
+    expected = by_numpy(operation, 3.7, values, last).to(kept)
+    into = parts[-1] if in_place and kept == dtype else memory(expected, 0)
+    if into is not parts[-1]:
+        into[:] = bytes(len(into))
+    codes = [DTYPE_CODES[x] for x in (dtype, first, kept)]
+    fold(tuple(parts[:-1]), parts[-1], into, *codes, OPERATION_CODES[operation], 3.7, last)
+    assert equal(values_of(into, kept), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -345,6 +389,14 @@ def test_memory_that_does_not_fit_is_refused(link):
     ):
         with pytest.raises(ValueError, match="fit"):
             inlet.begin(*arguments, False, False)
+    codes = (FLOAT, FLOAT, FLOAT, 0, 1.0, True)
+    fold((memoryview(b""),), memoryview(b""), memoryview(bytearray()), *codes)
+    for parts, own, into in (((), ten, ten), ((ten[:36],), ten, ten), ((ten, ten[:36]), ten, ten)):
+        with pytest.raises(ValueError):
+            fold(parts, own, into, *codes)
+    for wrong in ((99, FLOAT, FLOAT, 0), (FLOAT, double, FLOAT, 0), (FLOAT, FLOAT, FLOAT, 7)):
+        with pytest.raises(ValueError, match="unknown"):
+            fold((ten,), ten, ten, *wrong, 1.0, True)
     for arguments in ((scratch, 0, 0), (scratch, FLOAT, 9), (scratch[:9], FLOAT, 0)):
         with pytest.raises(ValueError):
             Inlet(near.fileno(), *arguments, 1.0)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from fabric.ftar.host.piece_moves import fold
 from fabric.ftar.host.shm_segments import OwnSegments, SegmentRef, SharedSegment
 from fabric.ftar.reduce_ops import Reduction
-from fabric.ftar.ring_schedule import RingPiece
+from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
 
 
 class StagingMemory:
@@ -113,8 +114,10 @@ class Operands:
         ``received`` has the elements of the members before, in ring order: one tensor per member, but the
         first tensor may be the sum of several members (see ``wire_dtype``).
         """
-        own = self.source[piece.start : piece.stop]
-        self.reduction.fold(received, own, self.total(piece), piece.last)
+        own, total, how = self.source[piece.start : piece.stop], self.total(piece), self.reduction
+        types = [DTYPE_CODES[x.dtype] for x in (own, received[0], total)]
+        parts = tuple(raw(part) for part in received)
+        fold(parts, raw(own), raw(total), *types, how.code, how.weight, piece.last)
         self.arrived(piece)
 
     def wire_dtype(self, piece: RingPiece) -> torch.dtype:

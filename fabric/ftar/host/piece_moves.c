@@ -7,6 +7,8 @@
  * before the block is sent. So the digest stands behind the payload, and no byte is read from memory for its
  * digest alone.
  *
+ * `fold` sums what lies in several members' memory on this host, by the same arithmetic.
+ *
  * The sockets are non-blocking. A call moves what can move, without the interpreter's lock, and returns. */
 
 #define PY_SSIZE_T_CLEAN
@@ -242,6 +244,8 @@ static inline uint16_t rounded_to_bfloat16(float value)
 }
 
 #define HALVES 512
+/* Elements of several members' memory that are summed at once. */
+#define FOLDED 1024
 
 /* Return `count` elements of a type of 16 bits, or of float32, as float32: in `room`, or where they are. */
 static const f32 *wide(const uint8_t *from, int type, f32 *room, size_t count)
@@ -649,6 +653,51 @@ static PyObject *digest_of(PyObject *Py_UNUSED(module), PyObject *payload)
     return PyBytes_FromStringAndSize((const char *)digest, DIGEST_BYTES);
 }
 
+#define MOST_PARTS 16
+
+static PyObject *fold_parts(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *tuple, *own, *into;
+    int element, first, kept, operation, last, ok;
+    double weight;
+    Py_buffer held[MOST_PARTS + 2] = {{0}};
+    if (!PyArg_ParseTuple(arguments, "O!OOiiiidp", &PyTuple_Type, &tuple, &own, &into, &element, &first, &kept,
+                          &operation, &weight, &last))
+        return NULL;
+    Py_ssize_t parts = PyTuple_Size(tuple), size = 0, count;
+    int wide = element == FLOAT16 || element == BFLOAT16 ? FLOAT32 : element;
+    if (parts < 1 || parts > MOST_PARTS || element <= 0 || element >= TYPES || operation < 0 ||
+        operation >= OPERATIONS || (first != element && first != wide) || (kept != element && kept != wide))
+        return refused("the number of parts, a type or the operation is unknown");
+    ok = hold(held + parts, own, PyBUF_SIMPLE) == 0 && hold(held + parts + 1, into, PyBUF_WRITABLE) == 0;
+    count = ok ? held[parts].len / ITEM_BYTES[element] : 0;
+    for (Py_ssize_t i = 0; ok && i < parts; i++) {
+        ok = hold(held + i, PyTuple_GetItem(tuple, i), PyBUF_SIMPLE) == 0;
+        size += ok && held[i].len == count * ITEM_BYTES[i ? element : first];
+    }
+    if (ok && (size < parts || held[parts + 1].len != count * ITEM_BYTES[kept])) {
+        ok = 0;
+        refused("the memory of the parts does not fit");
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t low = 0, some; ok && low < count; low += some) {
+        uint8_t room[FOLDED * sizeof(double)];
+        const uint8_t *total = (uint8_t *)held[0].buf + low * ITEM_BYTES[first];
+        Sum sum = {first, element, wide, operation, 0};
+        some = count - low < FOLDED ? count - low : FOLDED;
+        for (Py_ssize_t i = 1; i < parts; i++, total = room, sum.received = wide)
+            fold(&sum, total, (uint8_t *)held[i].buf + low * ITEM_BYTES[element], room, (size_t)some);
+        sum.kept = kept;
+        sum.weight = last && operation == MEAN ? weight : 0;
+        fold(&sum, total, (uint8_t *)held[parts].buf + low * ITEM_BYTES[element],
+             (uint8_t *)held[parts + 1].buf + low * ITEM_BYTES[kept], (size_t)some);
+    }
+    Py_END_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < parts + 2; i++)
+        hold(held + i, Py_None, 0);
+    return ok ? Py_NewRef(Py_None) : NULL;
+}
+
 #define METHOD(NAME, FUNCTION, KIND) {NAME, (PyCFunction)(void (*)(void))FUNCTION, KIND, "See piece_moves.pyi."}
 
 static PyMethodDef inlet_methods[] = {
@@ -667,7 +716,8 @@ static PyType_Slot outlet_slots[] = {
 static PyType_Spec outlet_spec = {
     "fabric.ftar.host.piece_moves.Outlet", sizeof(Outlet), 0, Py_TPFLAGS_DEFAULT, outlet_slots};
 
-static PyMethodDef functions[] = {METHOD("digest", digest_of, METH_O), {0}};
+static PyMethodDef functions[] = {
+    METHOD("digest", digest_of, METH_O), METHOD("fold", fold_parts, METH_VARARGS), {0}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "piece_moves", NULL, -1, functions, NULL, NULL, NULL, NULL};
 

@@ -10,6 +10,23 @@ Buffer = bytes | bytearray | memoryview
 def digest(payload: Buffer) -> bytes:
     """Return the digest of a payload, DIGEST_BYTES long."""
 
+def fold(
+    parts: tuple[memoryview, ...],
+    own: memoryview,
+    into: memoryview,
+    element: int,
+    first: int,
+    kept: int,
+    operation: int,
+    weight: float,
+    last: bool,
+) -> None:
+    """``into = ((parts[0] (+) parts[1]) (+) ...) (+) own``, and finished (divided, rounded) where ``last``.
+
+    ``into`` may be ``own``. ``element``, ``first`` and ``kept`` are the codes of the types of own elements,
+    of the first part and of ``into``. Raises ValueError where the sizes do not fit.
+    """
+
 @final
 class Inlet:
     """Receives payloads from the non-blocking socket ``fd``, one piece after another.

@@ -39,9 +39,10 @@
  * sums, the second half the length and the products. The mixing can be reversed for each input.
  *
  * So a change within one aligned word changes its sum and the first half: every flipped bit is found, and every
- * burst within an aligned word. A longer burst, and flips in several places, are missed only where sums and keyed
- * products both come out as before. For errors that do not know the keys this has a probability below 2**-64.
- * Blocks that change places are found by the keys. The digest does not withstand an attacker. */
+ * burst within an aligned word. Other changes are missed only where the sums and the products both come out as
+ * before. Flips in two words of a lane can cancel in the sum; the keys let them cancel in the product too in one
+ * of 2**32 cases. Longer bursts and foreign bytes are missed in one of 2**64 cases or fewer. Words that change
+ * places are found by the keys. The digest does not withstand an attacker. */
 
 #define LANES 8
 #define STRIPE_BYTES 64

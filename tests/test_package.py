@@ -58,6 +58,18 @@ def test_without_a_compiler_the_installation_says_what_to_install_and_builds_not
     assert not list(source.rglob("*.so")) and not (source / "build").exists()
 
 
+def test_a_checkout_that_was_never_compiled_says_what_to_run(source, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", "import fabric.ftar.host"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "run `pip install -e .` in it again" in done.stderr
+
+
 def run(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(site), "HOME": str(cwd)}
     command = [sys.executable, "-m", "fabric.cli.main", *arguments]

@@ -115,9 +115,9 @@ class Operands:
         first tensor may be the sum of several members (see ``wire_dtype``).
         """
         own, total, how = self.source[piece.start : piece.stop], self.total(piece), self.reduction
-        types = [DTYPE_CODES[x.dtype] for x in (own, received[0], total)]
+        element, first, kept = (DTYPE_CODES[x.dtype] for x in (own, received[0], total))
         parts = tuple(raw(part) for part in received)
-        fold(parts, raw(own), raw(total), *types, how.code, how.weight, piece.last)
+        fold(parts, raw(own), raw(total), element, first, kept, how.code, how.weight, piece.last)
         self.arrived(piece)
 
     def wire_dtype(self, piece: RingPiece) -> torch.dtype:

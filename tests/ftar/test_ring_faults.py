@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -171,6 +172,39 @@ def test_a_flipped_bit_of_the_gathered_result_is_noticed_too():
         script.writer.sendall(bad)
         with pytest.raises(RoundAborted, match="digest"):
             script.reduce()
+
+
+def received(sock: socket.socket, count: int) -> bytes:
+    """Return ``count`` bytes, fewer only at the stream's end."""
+    came = b""
+    while len(came) < count and (data := sock.recv(count - len(came))):
+        came += data
+    return came
+
+
+@pytest.mark.parametrize("altered", [False, True])
+def test_a_sum_goes_on_while_its_piece_comes_and_gets_its_digest_only_if_the_piece_was_whole(altered):
+    with ScriptedNeighbour(world=3) as script, ThreadPoolExecutor(1) as threads:
+        script.reader.settimeout(WAIT_S)
+        stream = bytearray(script.chunk(0, torch.ones(4096), length=3 * 4096))
+        stream[-DIGEST_BYTES - 5] ^= altered
+        own = torch.full((3 * 4096,), 2.0)
+        future = threads.submit(script.plane.all_reduce, 5, 3, own, torch.zeros(3 * 4096))
+        script.writer.sendall(stream[:-4096])
+        received(script.reader, len(stream))
+        begun = received(script.reader, HEADER_BYTES + 8000)
+        script.writer.sendall(stream[-4096:])
+        if not altered:
+            begun += received(script.reader, len(stream) - len(begun))
+            script.plane.abort(5, "enough")
+        with pytest.raises(RoundAborted, match="digest" if altered else "enough"):
+            future.result(WAIT_S)
+        script.plane.close()
+        begun += received(script.reader, len(stream))
+        total = bytes(torch.full((4096,), 3.0).numpy().data)
+        assert begun[HEADER_BYTES:] == (
+            total + digest(total) if not altered else total[: len(begun) - HEADER_BYTES]
+        )
 
 
 def test_random_bytes_on_the_ring_abort_in_every_case():

@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
+# pip compiles it into the folder of its source.
+COMPILED := fabric/ftar/host/piece_moves.c
 DEMO_ARGS ?=
 SOAK_ARGS ?= --random 1 --every 20s --for 1h
 PYTEST := $(BIN)/pytest
@@ -31,14 +33,14 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "fabric needs Python 3.11 or newer; this is %s: run make PYTHON=python3.11" % sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml setup.py $(COMPILED) constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q "$$(grep -i '^torch==' constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
 	@touch $@ $(DEMO_STAMP)
 
 # The demo needs no packages of the tests. Each file must have a hash of demo-requirements.txt, except what torch brings
 # from a TORCH_INDEX that you name.
-$(DEMO_STAMP): pyproject.toml demo-requirements.txt | $(BIN)/python
+$(DEMO_STAMP): pyproject.toml setup.py $(COMPILED) demo-requirements.txt | $(BIN)/python
 ifneq ($(TORCH_INDEX),)
 	$(BIN)/python -m pip install -q "$$(grep -i '^torch==' constraints.txt)" --index-url $(TORCH_INDEX)
 endif
@@ -172,4 +174,4 @@ chromium:
 	@ops/dev/ensure-chromium.sh
 
 clean:
-	rm -rf $(VENV) $(VENV)-torchtitan build dist demo-out *.egg-info
+	rm -rf $(VENV) $(VENV)-torchtitan build dist demo-out *.egg-info fabric/ftar/host/*.so

@@ -14,9 +14,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
+def source(tmp_path_factory) -> Path:
+    source = tmp_path_factory.mktemp("source")
     # Build from a copy of the files that git would ship, so that the build writes nothing into the tree.
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -26,9 +25,15 @@ def unpacked(tmp_path_factory) -> Path:
         check=True,
     ).stdout.splitlines()
     for name in files:
-        if name.startswith("fabric/") or name in ("pyproject.toml", "README.md", "LICENSE"):
+        if name.startswith("fabric/") or name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
+    return source
+
+
+@pytest.fixture(scope="module")
+def unpacked(source, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = folder.glob("ckpt_fabric-*.whl")
@@ -36,6 +41,33 @@ def unpacked(tmp_path_factory) -> Path:
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*install, str(wheel)], check=True, capture_output=True)
     return site
+
+
+@pytest.mark.parametrize(
+    "how", [["--target", "site"], ["--target", "site", "--editable"]], ids=["wheel", "editable"]
+)
+def test_without_a_compiler_the_installation_says_what_to_install_and_builds_nothing(source, tmp_path, how):
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation"]
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*command, *how, str(source)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "fabric needs a C compiler, and there is no " in done.stdout + done.stderr
+    assert "apt install build-essential" in done.stdout + done.stderr
+    assert not list(source.rglob("*.so")) and not (source / "build").exists()
+
+
+def test_a_checkout_that_was_never_compiled_says_what_to_run(source, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", "import fabric.ftar.host"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "run `pip install -e .` in it again" in done.stderr
 
 
 def run(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess:

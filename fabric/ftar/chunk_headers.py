@@ -2,9 +2,9 @@
 
 A header names the epoch, step and exchange of a chunk, its number and its content. So a member recognises
 bytes of an old round and never adds them, and members that disagree about a buffer notice it before they sum.
-A header carries a digest of its payload and a digest of the header. The payload's digest covers the payload
-alone. So a result that travels on unchanged keeps the digest of the member that computed it: no later member
-computes the digest again, and corruption on the way is noticed.
+A header carries a digest of its own. The payload's digest stands in the header too, or behind the payload
+where the ring in host memory sends bytes. It covers the payload alone. So a result that travels on unchanged
+keeps the digest of the member that computed it, and corruption on the way is noticed.
 
 Rings in host memory and device rings send the same headers, with kinds of their own for chunks.
 """
@@ -20,7 +20,7 @@ from fabric.model import printable, shortened
 
 _LAYOUT = struct.Struct("<4sBBHHHIIQQQIQ")
 _DIGEST = struct.Struct("<Q")
-_MAGIC = b"FTR4"
+_MAGIC = b"FTR5"
 HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 
 # Chunks that go forward: REDUCE has a partial result, GATHER a result, SEGMENT announces memory of later
@@ -29,7 +29,8 @@ REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
 # The chunks of a device ring go in another order. Two more messages go backward: ANSWER says whether the
 # member can read the offered memory, CREDIT says how many slots it has read.
 DEVICE_REDUCE, DEVICE_GATHER, ANSWER, CREDIT = 6, 7, 8, 9
-_PAYLOAD_DIGESTED, _RESULT_IS_STABLE = 1, 2
+_PAYLOAD_DIGESTED, _RESULT_IS_STABLE, _DIGEST_FOLLOWS = 1, 2, 4
+FOLLOWS = -1  # in place of a payload's digest: it stands behind the payload
 MAX_NOTICE_BYTES = 2048
 _MAX_WHY_CHARACTERS = 300
 
@@ -73,14 +74,14 @@ def digest(payload: Payload) -> int:
 
 def pack(header: ChunkHeader, payload_digest: int | None = None) -> bytes:
     """Return the bytes in front of the payload; without ``payload_digest`` only the header is checked."""
-    r = header.spec
+    r, follows = header.spec, payload_digest == FOLLOWS
     fields = _LAYOUT.pack(
         _MAGIC,
         header.kind,
         r.dtype,
         header.source,
         r.world,
-        _PAYLOAD_DIGESTED * (payload_digest is not None)
+        (_DIGEST_FOLLOWS if follows else _PAYLOAD_DIGESTED * (payload_digest is not None))
         | _RESULT_IS_STABLE * r.result_is_stable
         | r.operation << 8,
         r.exchange,
@@ -89,13 +90,13 @@ def pack(header: ChunkHeader, payload_digest: int | None = None) -> bytes:
         r.step,
         r.length,
         header.size,
-        payload_digest or 0,
+        0 if follows else payload_digest or 0,
     )
     return fields + _DIGEST.pack(digest(fields))
 
 
 def unpack(data: Payload) -> tuple[ChunkHeader, int | None]:
-    """Return the header in ``data`` (HEADER_BYTES) and its payload's digest, None where the sender made none.
+    """Return the header in ``data`` (HEADER_BYTES) and its payload's digest: FOLLOWS, or None for none.
 
     Raises ProtocolError for other bytes, or an altered header.
     """
@@ -110,7 +111,8 @@ def unpack(data: Payload) -> tuple[ChunkHeader, int | None]:
     spec = ExchangeSpec(
         epoch, step, exchange, world, dtype, length, flags >> 8, bool(flags & _RESULT_IS_STABLE)
     )
-    return ChunkHeader(spec, kind, source, sequence, size), expected if flags & _PAYLOAD_DIGESTED else None
+    payload_digest = expected if flags & _PAYLOAD_DIGESTED else FOLLOWS if flags & _DIGEST_FOLLOWS else None
+    return ChunkHeader(spec, kind, source, sequence, size), payload_digest
 
 
 def check_expected(got: ChunkHeader, expected: ChunkHeader) -> None:

@@ -1,15 +1,14 @@
 """The operations on elements: sum, mean by weight, min, max. All planes use the same arithmetic.
 
-A reduction is a left fold: ``combine`` is called once for every member but the first, in ring order, and the
-last call finishes. Elements of 16 bits are folded in float32 and rounded to nearest even once, at the end. So
-a partial sum of several members travels as float32, called *wide*. Integers wrap around, and have no mean. If
-any member's element is NaN, the result is NaN.
+A reduction is a left fold over the members in ring order; on the host ``piece_moves`` computes it. Elements
+of 16 bits are folded in float32 and rounded to nearest even once, at the end. So a partial sum of several
+members travels as float32, called *wide*. Integers wrap around, and have no mean. If any member's element is
+NaN, the result is NaN.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +20,9 @@ _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 # torch converts larger blocks on its thread pool, which the trainer's step needs. A block of this size stays
 # in the nearest caches between its conversion, addition and rounding.
 _BLOCK = 16 * 1024
-# Block size of a fold over several members' memory: the partial result stays in the second-level cache.
-_FOLD_BYTES = 256 * 1024
-
-Array = np.ndarray[Any, Any]
 
 # The number of each operation on the wire. New operations may be added, but a number is never reused.
 OPERATION_CODES = {"sum": 0, "mean": 1, "min": 2, "max": 3}
-_KERNELS: dict[str, Any] = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,61 +60,6 @@ class Reduction:
         """Whether a partial result of several members is float32 although ``dtype`` is smaller."""
         return dtype in _SIXTEEN_BITS and self.operation in ("sum", "mean")
 
-    def fold(self, parts: Sequence[torch.Tensor], own: torch.Tensor, out: torch.Tensor, last: bool) -> None:
-        """``out = ((parts[0] (+) parts[1]) (+) ...) (+) own``, and finished where ``last``: see ``combine``.
-
-        Intermediate results stay in the processor's caches. The first part may be a wide partial result.
-        """
-        if len(parts) == 1:
-            self.combine(parts[0], own, out, last)
-            return
-        if own.dtype in _SIXTEEN_BITS:
-            for low in range(0, own.numel(), _BLOCK):
-                block = slice(low, low + _BLOCK)
-                first, *others = (part[block].float() for part in parts)
-                # Never write to ``first``: a float32 ``first`` lies in another member's memory.
-                total = first.clone().numpy()
-                with np.errstate(all="ignore"):
-                    for other in others:
-                        _KERNELS[self.operation](total, other.numpy(), out=total)
-                self.combine(torch.from_numpy(total), own[block], out[block], last)
-            return
-        self._fold_blocks([*(part.numpy() for part in parts), own.numpy()], out.numpy(), last)
-
-    def _fold_blocks(self, parts: list[Array], out: Array, last: bool) -> None:
-        kernel = _KERNELS[self.operation]
-        step = _FOLD_BYTES // out.itemsize
-        # Use the result's memory for partial results, unless it holds this member's own elements.
-        buffer = (
-            np.empty(min(step, len(out)), out.dtype) if out.ctypes.data == parts[-1].ctypes.data else None
-        )
-        with np.errstate(all="ignore"):
-            for low in range(0, len(out), step):
-                target = out[low : low + step]
-                total = target if buffer is None else buffer[: len(target)]
-                kernel(parts[0][low : low + step], parts[1][low : low + step], out=total)
-                for part in parts[2:-1]:
-                    kernel(total, part[low : low + step], out=total)
-                kernel(total, parts[-1][low : low + step], out=target)
-                if last and self.operation == "mean":
-                    np.divide(target, target.dtype.type(self.weight), out=target)
-
-    def combine(self, received: torch.Tensor, own: torch.Tensor, out: torch.Tensor, last: bool) -> None:
-        """``out = received (+) own``, and finished (divided, rounded) where ``last``.
-
-        All are 1-D CPU tensors of one length; ``out`` may be ``own`` or ``received``. Types are those of the
-        elements, or float32 for a wide partial result.
-        """
-        if own.dtype in _SIXTEEN_BITS:
-            self._combine_blocks(received, own, out, last)
-            return
-        # numpy computes on this thread: torch would wake a thread pool that the trainer's step needs.
-        target = out.numpy()
-        with np.errstate(all="ignore"):
-            _KERNELS[self.operation](received.numpy(), own.numpy(), out=target)
-            if last and self.operation == "mean":
-                np.divide(target, target.dtype.type(self.weight), out=target)
-
     def alone(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Reduce over one member."""
         with np.errstate(all="ignore"):
@@ -133,20 +72,6 @@ class Reduction:
                     result[block] = source[block].float() / self.weight
             else:
                 np.divide(source.numpy(), result.numpy().dtype.type(self.weight), out=result.numpy())
-
-    def _combine_blocks(
-        self, received: torch.Tensor, own: torch.Tensor, out: torch.Tensor, last: bool
-    ) -> None:
-        kernel = _KERNELS[self.operation]
-        with np.errstate(all="ignore"):
-            for low in range(0, own.numel(), _BLOCK):
-                block = slice(low, low + _BLOCK)
-                total, other = received[block].float(), own[block].float()
-                # Never write to a received block that came as float32: it lies in another member's memory.
-                kernel(total.numpy(), other.numpy(), out=other.numpy())
-                if last and self.operation == "mean":
-                    np.divide(other.numpy(), np.float32(self.weight), out=other.numpy())
-                out[block].copy_(other)
 
 
 SUM = Reduction("sum")

@@ -9,8 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.host.exchange_buffers import raw
+from fabric.ftar.host.piece_moves import fold
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction
+from fabric.ftar.ring_schedule import DTYPE_CODES
 
 Pairs = list[tuple[socket.socket, socket.socket]]
 WAIT_S = 20.0
@@ -153,6 +156,14 @@ def documented(
             total = total / torch.tensor(reduction.weight, dtype=total.dtype)
         result[start:stop] = total.to(result.dtype)
     return result
+
+
+def combine(
+    reduction: Reduction, received: torch.Tensor, own: torch.Tensor, out: torch.Tensor, last: bool
+) -> None:
+    """One step of a sum by the compiled arithmetic: ``out = received (+) own``."""
+    types = [DTYPE_CODES[x.dtype] for x in (own, received, out)]
+    fold((raw(received),), raw(own), raw(out), *types, reduction.code, reduction.weight, last)
 
 
 def random_tensor(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

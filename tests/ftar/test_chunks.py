@@ -8,6 +8,7 @@ from fabric.errors import ProtocolError
 from fabric.ftar.chunk_headers import (
     ANSWER,
     CREDIT,
+    FOLLOWS,
     GATHER,
     HEADER_BYTES,
     MAX_NOTICE_BYTES,
@@ -30,7 +31,7 @@ ROUNDS = st.builds(ExchangeSpec, U64, U64, U32, U16, BYTE, U64, BYTE)
 HEADERS = st.builds(ChunkHeader, ROUNDS, st.sampled_from([REDUCE, GATHER]), U16, U32, U32)
 
 
-@given(HEADERS, st.one_of(st.none(), U64))
+@given(HEADERS, st.one_of(st.none(), st.just(FOLLOWS), U64))
 def test_a_packed_chunk_header_unpacks_unchanged(header, payload_digest):
     data = pack(header, payload_digest)
     assert len(data) == HEADER_BYTES

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_harness import documented, random_tensor, same_bits
+from ring_harness import combine, documented, random_tensor, same_bits
 
 from fabric.errors import ConfigError
 from fabric.ftar.reduce_ops import MAX, MIN, SUM, Reduction, mean
@@ -95,9 +95,9 @@ def test_the_kernel_is_the_documented_arithmetic(dtype, reduction):
         two[: len(edges)] = torch.tensor(edges, dtype=dtype)
     expected = documented([two, one], [(0, one.numel()), (one.numel(), one.numel())], reduction)
     out = torch.empty_like(one)
-    reduction.combine(two, one, out, last=True)
+    combine(reduction, two, one, out, last=True)
     assert same_bits(out, expected)
-    reduction.combine(two, one, one, last=True)
+    combine(reduction, two, one, one, last=True)
     assert same_bits(one, expected)
 
 
@@ -107,10 +107,10 @@ def test_partial_sums_of_sixteen_bits_are_float32_and_rounded_once(dtype):
     tiny = 2.0**-12 if dtype == torch.float16 else 2.0**-9
     parts = [torch.full((100,), x, dtype=dtype) for x in (1.0, tiny, tiny, tiny)]
     wide = torch.empty(100)
-    SUM.combine(parts[0], parts[1], wide, last=False)
-    SUM.combine(wide, parts[2], wide, last=False)
+    combine(SUM, parts[0], parts[1], wide, last=False)
+    combine(SUM, wide, parts[2], wide, last=False)
     result = torch.empty(100, dtype=dtype)
-    SUM.combine(wide, parts[3], result, last=True)
+    combine(SUM, wide, parts[3], result, last=True)
     assert (result.float() > 1).all()
     assert same_bits(result, documented(parts, [(0, 100), (100, 100), (100, 100), (100, 100)]))
 
@@ -123,7 +123,7 @@ def test_every_exponent_of_sixteen_bits_rounds_as_documented(dtype):
         other = patterns.roll(shift)
         expected = (other.float() + patterns.float()).to(dtype)
         own = patterns.clone()
-        SUM.combine(other, own, own, last=True)
+        combine(SUM, other, own, own, last=True)
         finite = ~expected.isnan()
         assert same_bits(own[finite], expected[finite])
         assert bool(own[~finite].isnan().all())

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,21 +17,24 @@ from ring_harness import WAIT_S, RingMembers, names, same_bits, socket_ring, tcp
 
 from fabric.errors import RoundAborted
 from fabric.ftar.chunk_headers import (
+    FOLLOWS,
     GATHER,
     HEADER_BYTES,
     REDUCE,
     ChunkHeader,
     ExchangeSpec,
-    digest,
     notice,
     pack,
 )
 from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.ftar.host.piece_moves import DIGEST_BYTES, digest
 from fabric.ftar.host.shm_segments import OwnSegments
 from fabric.ftar.plane import Ring
 from fabric.ftar.ring_schedule import DTYPE_CODES
 
 FLOAT = DTYPE_CODES[torch.float32]
+# A chunk of 16 float32 on the wire.
+SMALL_CHUNK_BYTES = HEADER_BYTES + 64 + DIGEST_BYTES
 
 
 class ScriptedNeighbour:
@@ -64,7 +68,7 @@ class ScriptedNeighbour:
             "sequence": sequence,
             "size": changes.get("size", len(payload)),
         }
-        return pack(ChunkHeader(**fields), digest(payload)) + payload
+        return pack(ChunkHeader(**fields), FOLLOWS) + payload + digest(payload)
 
     def good(self) -> bytes:
         """Return all bytes that member 1 sends if its buffer is all ones: its part, then the sum."""
@@ -88,8 +92,8 @@ def test_the_scripted_neighbour_can_complete_an_exchange():
 def test_chunks_of_an_old_round_are_recognised_and_never_added(old):
     with ScriptedNeighbour() as script:
         stale = script.chunk(0, torch.full((16,), 1e9), **old)
-        script.writer.sendall(stale + stale + script.good()[: HEADER_BYTES + 64])
-        script.writer.sendall(stale + script.good()[HEADER_BYTES + 64 :])
+        script.writer.sendall(stale + stale + script.good()[:SMALL_CHUNK_BYTES])
+        script.writer.sendall(stale + script.good()[SMALL_CHUNK_BYTES:])
         assert same_bits(script.reduce(), torch.full((32,), 3.0))
 
 
@@ -150,8 +154,7 @@ def test_a_chunk_of_another_size_is_refused():
 def test_any_flipped_bit_aborts_and_names_the_sender():
     with ScriptedNeighbour() as probe:
         stream = probe.good()
-    chunk_bytes = HEADER_BYTES + 64
-    for bit in range(0, chunk_bytes * 8, 3):
+    for bit in range(0, SMALL_CHUNK_BYTES * 8, 3):
         with ScriptedNeighbour() as script:
             bad = bytearray(stream)
             bad[bit // 8] ^= 1 << bit % 8
@@ -165,10 +168,43 @@ def test_any_flipped_bit_aborts_and_names_the_sender():
 def test_a_flipped_bit_of_the_gathered_result_is_noticed_too():
     with ScriptedNeighbour() as script:
         bad = bytearray(script.good())
-        bad[-5] ^= 4
+        bad[-5 - DIGEST_BYTES] ^= 4
         script.writer.sendall(bad)
         with pytest.raises(RoundAborted, match="digest"):
             script.reduce()
+
+
+def received(sock: socket.socket, count: int) -> bytes:
+    """Return ``count`` bytes, fewer only at the stream's end."""
+    came = b""
+    while len(came) < count and (data := sock.recv(count - len(came))):
+        came += data
+    return came
+
+
+@pytest.mark.parametrize("altered", [False, True])
+def test_a_sum_goes_on_while_its_piece_comes_and_gets_its_digest_only_if_the_piece_was_whole(altered):
+    with ScriptedNeighbour(world=3) as script, ThreadPoolExecutor(1) as threads:
+        script.reader.settimeout(WAIT_S)
+        stream = bytearray(script.chunk(0, torch.ones(4096), length=3 * 4096))
+        stream[-DIGEST_BYTES - 5] ^= altered
+        own = torch.full((3 * 4096,), 2.0)
+        future = threads.submit(script.plane.all_reduce, 5, 3, own, torch.zeros(3 * 4096))
+        script.writer.sendall(stream[:-4096])
+        received(script.reader, len(stream))
+        begun = received(script.reader, HEADER_BYTES + 8000)
+        script.writer.sendall(stream[-4096:])
+        if not altered:
+            begun += received(script.reader, len(stream) - len(begun))
+            script.plane.abort(5, "enough")
+        with pytest.raises(RoundAborted, match="digest" if altered else "enough"):
+            future.result(WAIT_S)
+        script.plane.close()
+        begun += received(script.reader, len(stream))
+        total = bytes(torch.full((4096,), 3.0).numpy().data)
+        assert begun[HEADER_BYTES:] == (
+            total + digest(total) if not altered else total[: len(begun) - HEADER_BYTES]
+        )
 
 
 def test_random_bytes_on_the_ring_abort_in_every_case():
@@ -237,7 +273,7 @@ def test_a_member_that_is_late_for_the_exchange_has_the_long_bound():
 
 def test_once_all_members_are_in_the_exchange_the_short_bound_holds():
     with ScriptedNeighbour(entry_s=3600.0, exchange_s=0.05) as script:
-        script.writer.sendall(script.good()[: HEADER_BYTES + 64 + 10])
+        script.writer.sendall(script.good()[: SMALL_CHUNK_BYTES + HEADER_BYTES + 10])
         with pytest.raises(RoundAborted, match="stalled") as aborted:
             script.reduce()
         assert aborted.value.about == "m1"

@@ -30,7 +30,8 @@ from fabric.ftar.chunk_headers import (
     pack,
 )
 from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, Waiting, is_shared
-from fabric.ftar.host.exchange_buffers import Operands, StagingMemory, make_operands
+from fabric.ftar.host.exchange_buffers import Operands, StagingMemory, make_operands, raw
+from fabric.ftar.host.piece_moves import BLOCK_BYTES
 from fabric.ftar.host.shm_segments import OwnSegments, PeerSegments
 from fabric.ftar.host.shm_transport import (
     MAX_REFERENCES,
@@ -142,7 +143,8 @@ _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 class ExchangeResources:
     """The resources that the plane lends to its exchanges: see CpuRing."""
 
-    scratch: torch.Tensor  # room for one received piece
+    scratch: memoryview  # room for one block of a received piece
+    most: int  # bytes of the largest piece
     checksum: bool  # whether to digest every payload on TCP
     on_piece: Callable[[int], None]
 
@@ -170,16 +172,19 @@ class HostExchange(RingExchange[RingLinks]):
             return ChunkHeader(spec, kind, source, piece.sequence, operands.nbytes(piece))
 
         sent, expected = partial(header, ring.position), partial(header, (ring.position - 1) % ring.world)
-        sender: ByteSender | ReferenceSender
         receiver: ByteReceiver | ReferenceReceiver
-        if links.outbox is None:
-            sender = ByteSender(links.next, operands, plan.sends, sent, resources.checksum)
-        else:
-            sender = ReferenceSender(links.outbox, links.inbox, operands, plan.sends, sent)
+        arrivals = None
         if links.inbox is None:
-            receiver = ByteReceiver(links.previous, operands, plan.receives, expected, resources.scratch)
+            receiver = arrivals = ByteReceiver(
+                links.previous, operands, plan.receives, expected, resources.scratch, resources.most
+            )
         else:
             receiver = ReferenceReceiver(links.inbox, links.outbox, operands, plan.receives, expected)
+        sender: ByteSender | ReferenceSender
+        if links.outbox is None:
+            sender = ByteSender(links.next, operands, plan.sends, sent, resources.checksum, arrivals)
+        else:
+            sender = ReferenceSender(links.outbox, links.inbox, operands, plan.sends, sent)
         super().__init__(links, sender, receiver, f"step {spec.step}", partial(resources.on_piece, spec.step))
 
     def run(self, bounds: Bounds, waiting: Waiting) -> None:
@@ -232,9 +237,8 @@ class CpuRing(EpochPlane[RingLinks]):
         self._shared_memory = shared_memory and SUPPORTED
         self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
         # Partial results of 16-bit elements travel as float32, twice as large.
-        self._resources = ExchangeResources(
-            torch.empty(2 * self._chunk_bytes, dtype=torch.uint8, device="cpu"), checksum, on_piece
-        )
+        scratch = raw(torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu"))
+        self._resources = ExchangeResources(scratch, 2 * self._chunk_bytes, checksum, on_piece)
         self._workspace = StagingMemory(self._own)
 
     kind = "host"

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from fabric.ftar.host.piece_moves import fold
 from fabric.ftar.host.shm_segments import OwnSegments, SegmentRef, SharedSegment
 from fabric.ftar.reduce_ops import Reduction
-from fabric.ftar.ring_schedule import RingPiece
+from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
 
 
 class StagingMemory:
@@ -57,18 +58,14 @@ class Operands:
     wide: torch.Tensor | None = None  # partial results in float32, where this member keeps partial results
     staged: torch.Tensor | None = None  # copy of own elements for other members, None without staging
     staged_from: int = 0  # the first element of ``staged``
-    digests: dict[int, int] = field(default_factory=dict)  # digests of results to send on, by first element
+    digests: dict[int, bytes] = field(default_factory=dict)  # of pieces to send on, by first element
     # (first element, whether the piece is a result) -> references to the piece in other members' memory, to
     # pass on.
     borrowed: dict[tuple[int, bool], list[SegmentRef]] = field(default_factory=dict)
 
-    def item_bytes(self, piece: RingPiece) -> int:
-        """Return the bytes of one element of ``piece`` while it travels."""
-        return 4 if self.is_wide(piece) else self.source.element_size()
-
     def nbytes(self, piece: RingPiece) -> int:
         """Return the bytes of ``piece`` while it travels."""
-        return (piece.stop - piece.start) * self.item_bytes(piece)
+        return (piece.stop - piece.start) * self.wire_dtype(piece).itemsize
 
     def outgoing(self, piece: RingPiece) -> torch.Tensor:
         """Return the elements to send as ``piece``."""
@@ -93,9 +90,14 @@ class Operands:
         """Return the memory that a received result belongs in."""
         return (self.result if piece.last else self.work)[piece.start : piece.stop]
 
-    def landed(self, piece: RingPiece) -> None:
-        """Note that a result was received into its ``landing``."""
-        if not piece.last:
+    def total(self, piece: RingPiece) -> torch.Tensor:
+        """Return the memory of the sum of the partial result ``piece`` and own elements."""
+        out = self.work if piece.last or self.wide is None else self.wide
+        return out[piece.start : piece.stop]
+
+    def arrived(self, piece: RingPiece) -> None:
+        """Note that a result was received into its ``landing``, or that a sum is in its ``total``."""
+        if piece.last != piece.gather:
             self._keep(piece)
 
     def keep(self, piece: RingPiece, received: torch.Tensor, lent: bool) -> None:
@@ -104,23 +106,23 @@ class Operands:
             copy(self.result[piece.start : piece.stop], received)
         else:
             copy(self.landing(piece), received)
-            self.landed(piece)
+            self.arrived(piece)
 
     def take(self, piece: RingPiece, received: Sequence[torch.Tensor]) -> None:
         """Add own elements to the partial result ``piece``.
 
         ``received`` has the elements of the members before, in ring order: one tensor per member, but the
-        first tensor may be the sum of several members (see ``typed``).
+        first tensor may be the sum of several members (see ``wire_dtype``).
         """
-        part = slice(piece.start, piece.stop)
-        out = self.work if piece.last or self.wide is None else self.wide
-        self.reduction.fold(received, self.source[part], out[part], piece.last)
-        if piece.last:
-            self._keep(piece)
+        own, total, how = self.source[piece.start : piece.stop], self.total(piece), self.reduction
+        element, first, kept = (DTYPE_CODES[x.dtype] for x in (own, received[0], total))
+        parts = tuple(raw(part) for part in received)
+        fold(parts, raw(own), raw(total), element, first, kept, how.code, how.weight, piece.last)
+        self.arrived(piece)
 
-    def typed(self, piece: RingPiece, memory: torch.Tensor) -> torch.Tensor:
-        """Return ``memory`` (bytes) as the elements of ``piece`` on its way over a link of bytes."""
-        return memory.view(torch.float32 if self.is_wide(piece) else self.source.dtype)
+    def wire_dtype(self, piece: RingPiece) -> torch.dtype:
+        """Return the type of the elements of ``piece`` while it travels."""
+        return torch.float32 if self.is_wide(piece) else self.source.dtype
 
     def is_wide(self, piece: RingPiece) -> bool:
         """Whether ``piece`` is a partial result in float32 of smaller elements."""

@@ -1,15 +1,19 @@
-"""Pieces over a link that carries their bytes: the two ends of a TCP connection between neighbours."""
+"""Pieces over a link that carries their bytes: the two ends of a TCP connection between neighbours.
+
+The compiled ``piece_moves`` moves, digests and sums the payloads. A piece that is to be sent on follows its
+own arrival: its bytes go as soon as they are summed. Its digest goes behind the payload, only after the piece
+has come completely and was verified. So no member completes a piece that was altered before it.
+"""
 
 import socket
 from collections.abc import Callable, Sequence
 
-import torch
-
 from fabric.errors import Mismatch, ProtocolError
-from fabric.ftar.chunk_headers import HEADER_BYTES, ChunkHeader, check_expected, digest, pack, unpack
+from fabric.ftar.chunk_headers import FOLLOWS, HEADER_BYTES, ChunkHeader, check_expected, pack, unpack
 from fabric.ftar.host.exchange_buffers import Operands, raw
+from fabric.ftar.host.piece_moves import DIGEST_BYTES, Inlet, Outlet
 from fabric.ftar.ring_exchange import PieceSender
-from fabric.ftar.ring_schedule import RingPiece
+from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
 
 
 class HostSender(PieceSender):
@@ -22,39 +26,11 @@ class HostSender(PieceSender):
         self._operands, self._header = operands, header
 
 
-class ByteSender(HostSender):
-    """Sends the bytes of pieces."""
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        operands: Operands,
-        pieces: Sequence[RingPiece],
-        header: Callable[[RingPiece], ChunkHeader],
-        checksum: bool,
-    ) -> None:
-        super().__init__(operands, pieces, header)
-        self._sock = sock
-        self._checksum = checksum
-
-    def send(self) -> int:
-        return self._sock.sendmsg(self._under_way)
-
-    def frame(self, piece: RingPiece) -> list[memoryview]:
-        payload = raw(self._operands.outgoing(piece))
-        payload_digest = None
-        if self._checksum:
-            # A result that is sent on keeps the digest of the member that computed it.
-            payload_digest = self._operands.digests.pop(piece.start, None) if piece.gather else None
-            if payload_digest is None:
-                payload_digest = digest(payload)
-        return [memoryview(pack(self._header(piece), payload_digest)), payload]
-
-
 class ByteReceiver:
     """Takes pieces off the link from the previous member: verifies, then adds or keeps them.
 
-    ``scratch`` (bytes) holds one piece that is to be added, or that is of an old round.
+    ``most`` bounds the bytes of a payload. ``scratch`` holds one block of a piece that is to be added, or
+    that is of an old round.
     """
 
     def __init__(
@@ -63,18 +39,23 @@ class ByteReceiver:
         operands: Operands,
         pieces: Sequence[RingPiece],
         expect: Callable[[RingPiece], ChunkHeader],
-        scratch: torch.Tensor,
+        scratch: memoryview,
+        most: int,
     ) -> None:
         self._sock = sock
         self._operands = operands
         self._pieces = pieces
         self._expect = expect
-        self._scratch = scratch
+        self._most = most
+        how = operands.reduction
+        self._inlet = Inlet(
+            sock.fileno(), scratch, DTYPE_CODES[operands.source.dtype], how.code, float(how.weight)
+        )
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._filled = 0
-        self._payload: memoryview | None = None
-        self._digest: int | None = None
+        self._left = 0  # bytes of payload and digest that are still to come
         self._stale = False
+        self.digested = False  # whether a digest follows the payload that comes now
         self.completed = 0
         self.everybody = False
         self.all_by_reference = False
@@ -88,6 +69,11 @@ class ByteReceiver:
         """The number of pieces that may be sent on to the next member."""
         return self.completed
 
+    @property
+    def passing(self) -> int:
+        """The bytes of the piece under way that may be sent on before its end."""
+        return self._inlet.kept() if self._left and not self._stale else 0
+
     def pump(self) -> tuple[bool, bool]:
         """Receive once, or a header and at once the bytes behind it.
 
@@ -97,47 +83,57 @@ class ByteReceiver:
         """
         if self.done:
             return False, False
+        under_way = self._left
         moved, counted = self._receive()
-        if moved and self._payload is not None and not self._filled:
+        if self._left and not under_way:
             counted = self._receive()[1]
         return moved, counted
 
     def _receive(self) -> tuple[bool, bool]:
-        target = self._header if self._payload is None else self._payload
         try:
-            count = self._sock.recv_into(target[self._filled :])
+            if self._left:
+                self._left -= self._inlet.pump()
+                # Only payload of this round counts as progress: an endless row of old chunks is no progress.
+                counted = not self._stale
+                if not self._left:
+                    self._finish()
+                return True, counted
+            count = self._sock.recv_into(self._header[self._filled :])
         except BlockingIOError:
             return False, False
         if not count:
             raise EOFError
-        # Only payload of this round counts as progress: an endless row of old chunks is no progress.
-        counted = self._payload is not None and not self._stale
         self._filled += count
-        if self._filled == len(target):
+        if self._filled == HEADER_BYTES:
             self._filled = 0
-            if self._payload is None:
-                self._begin()
-            else:
-                self._finish(self._payload)
-        return True, counted
+            self._begin()
+        return True, False
 
     def _begin(self) -> None:
-        header, self._digest = unpack(self._header)
+        header, payload_digest = unpack(self._header)
         piece = self._pieces[self.completed]
         expected = self._expect(piece)
         self._stale = header.spec.order < expected.spec.order
-        if header.size == 0 or header.size > self._scratch.numel():
+        if header.size == 0 or header.size > self._most:
             raise Mismatch(f"a chunk announces {header.size} bytes: the chunk sizes differ")
         if not self._stale:
             check_expected(header, expected)
-        if self._stale or not piece.gather:
-            self._payload = raw(self._scratch[: header.size])
-        else:
-            self._payload = raw(self._operands.landing(piece))
+        operands, element = self._operands, expected.spec.dtype
+        received = kept = element
+        own = into = None
+        if not self._stale and piece.gather:
+            into = raw(operands.landing(piece))
+        elif not self._stale:
+            total = operands.total(piece)
+            own, into = raw(operands.source[piece.start : piece.stop]), raw(total)
+            received, kept = DTYPE_CODES[operands.wire_dtype(piece)], DTYPE_CODES[total.dtype]
+        self.digested = payload_digest == FOLLOWS
+        self._inlet.begin(header.size, own, into, received, kept, piece.last, self.digested)
+        self._left = header.size + DIGEST_BYTES * self.digested
 
-    def _finish(self, payload: memoryview) -> None:
-        self._payload = None
-        if self._digest is not None and self._digest != digest(payload):
+    def _finish(self) -> None:
+        kept_digest = self._inlet.finish()
+        if kept_digest is None:
             raise ProtocolError(
                 f"chunk {self.completed} does not match its digest: bytes were corrupted on the way "
                 "or in memory; if it repeats, check that host's memory and network"
@@ -146,11 +142,64 @@ class ByteReceiver:
             self._stale = False
             return
         piece = self._pieces[self.completed]
-        if piece.gather:
-            self._operands.landed(piece)
-            if self._digest is not None and not piece.last:
-                self._operands.digests[piece.start] = self._digest
-        else:
-            self._operands.take(piece, [self._operands.typed(piece, self._scratch[: len(payload)])])
+        self._operands.arrived(piece)
+        if self.digested:
+            self._operands.digests[piece.start] = kept_digest
         self.everybody = self.everybody or piece.everybody
         self.completed += 1
+
+
+class ByteSender(HostSender):
+    """Sends the bytes of pieces. ``arrivals`` receives the pieces to send on, None behind shared memory."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        operands: Operands,
+        pieces: Sequence[RingPiece],
+        header: Callable[[RingPiece], ChunkHeader],
+        checksum: bool,
+        arrivals: ByteReceiver | None,
+    ) -> None:
+        super().__init__(operands, pieces, header)
+        self._outlet = Outlet(sock.fileno())
+        self._checksum = checksum
+        self._arrivals = arrivals
+        self._follows = False  # whether the piece under way is still arriving
+
+    @property
+    def blocked(self) -> bool:
+        return self._outlet.may_send()
+
+    def pump(self, free: int) -> bool:
+        arrivals = self._arrivals
+        if self._follows:
+            if self._index <= free:
+                self._complete(self._pieces[self._index - 1])
+            elif arrivals is not None:
+                self._outlet.allow(arrivals.passing)
+        elif not self._under_way and self._index == free < len(self._pieces) and arrivals is not None:
+            # The next piece to send is the one that comes now.
+            self._follows = arrivals.passing > 0 and arrivals.digested == self._checksum
+            free += self._follows
+        return super().pump(free)
+
+    def frame(self, piece: RingPiece) -> list[memoryview]:
+        payload = raw(self._operands.outgoing(piece))
+        header = pack(self._header(piece), FOLLOWS if self._checksum else None)
+        computes = piece.hop == 0 or not (self._follows or piece.start in self._operands.digests)
+        self._outlet.begin(header, payload, self._checksum, computes)
+        if self._follows and self._arrivals is not None:
+            self._outlet.allow(self._arrivals.passing)
+        elif not computes:
+            self._complete(piece)
+        return [memoryview(header), payload, memoryview(bytes(DIGEST_BYTES * self._checksum))]
+
+    def send(self) -> int:
+        return self._outlet.pump()
+
+    def _complete(self, piece: RingPiece) -> None:
+        """Let all of ``piece`` go. Its digest is the one that its arrival has, or that its sum got."""
+        self._follows = False
+        payload_digest = self._operands.digests.pop(piece.start, None)
+        self._outlet.allow(self._operands.nbytes(piece), payload_digest if self._checksum else None)

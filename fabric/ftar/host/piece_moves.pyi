@@ -1,0 +1,83 @@
+"""The compiled moves of pieces (piece_moves.c), which also says what their digest finds."""
+
+from typing import final
+
+BLOCK_BYTES: int
+DIGEST_BYTES: int
+
+Buffer = bytes | bytearray | memoryview
+
+def digest(payload: Buffer) -> bytes:
+    """Return the digest of a payload, DIGEST_BYTES long."""
+
+def fold(
+    parts: tuple[memoryview, ...],
+    own: memoryview,
+    into: memoryview,
+    element: int,
+    first: int,
+    kept: int,
+    operation: int,
+    weight: float,
+    last: bool,
+) -> None:
+    """``into = ((parts[0] (+) parts[1]) (+) ...) (+) own``, and finished (divided, rounded) where ``last``.
+
+    ``into`` may be ``own``. ``element``, ``first`` and ``kept`` are the codes of the types of own elements,
+    of the first part and of ``into``. Raises ValueError where the sizes do not fit.
+    """
+
+@final
+class Inlet:
+    """Receives payloads from the non-blocking socket ``fd``, one piece after another.
+
+    ``element`` is the code of own elements, ``operation`` that of the reduction; ``weight`` divides a mean.
+    """
+
+    def __init__(self, fd: int, scratch: Buffer, element: int, operation: int, weight: float) -> None: ...
+    def begin(
+        self,
+        size: int,
+        own: memoryview | None,
+        into: memoryview | None,
+        received: int,
+        kept: int,
+        last: bool,
+        digested: bool,
+    ) -> None:
+        """Begin a piece of ``size`` bytes; ``digested``: its digest follows.
+
+        With ``own`` the sum of the piece and own elements goes to ``into``. Without it the piece goes there,
+        and without ``into`` nowhere. ``received`` and ``kept`` are the codes of the types on the socket and
+        in ``into``. Raises ValueError where the sizes do not fit.
+        """
+
+    def pump(self) -> int:
+        """Receive what has come of the piece and its digest, a MiB or so at most; return the bytes.
+
+        Raises BlockingIOError, another OSError, or EOFError where none has come.
+        """
+
+    def kept(self) -> int:
+        """Return the bytes of ``into`` that are complete."""
+
+    def finish(self) -> bytes | None:
+        """End the piece: return the digest of ``into``, empty without one; None where the bytes differ."""
+
+@final
+class Outlet:
+    """Sends payloads over the non-blocking socket ``fd``, one piece after another."""
+
+    def __init__(self, fd: int) -> None: ...
+    def begin(self, header: bytes, payload: memoryview, digested: bool, computes: bool) -> None:
+        """Begin a piece. ``digested``: a digest goes behind it. ``computes``: all of it may go now, and its
+        digest is computed here; otherwise ``allow`` says what may go."""
+
+    def allow(self, ready: int, digest: bytes | None = None) -> None:
+        """Let the first ``ready`` bytes of the payload go, and with the last ones its ``digest``."""
+
+    def pump(self) -> int:
+        """Send what the socket takes; return the bytes. Raises OSError where none went: BlockingIOError."""
+
+    def may_send(self) -> bool:
+        """Whether bytes may go that have not gone."""

@@ -49,3 +49,6 @@ def test_a_cold_start_says_how_long_it_waits_for_the_rest_and_then_for_which_ser
     assert "what the checkpoint servers http://a, http://b hold, which may be the newest" in said_by(
         lighthouse
     )
+    for name in "ab":
+        lighthouse.status(name, incarnation=2)
+    assert "what the checkpoint servers of replicas outside the roster hold, which" in said_by(lighthouse)

@@ -25,6 +25,7 @@ def all_dead(durable=(), held=(), names="a b"):
     for name in names.split():
         lighthouse.open(name, incarnation=2, predecessors=(1,), durable=tuple(durable))
         lighthouse.status(name, incarnation=2, snapshots=held)
+    lighthouse.wait(3.1)  # unknown servers may hold a newer state, until the grace period is over
     return lighthouse
 
 
@@ -55,6 +56,45 @@ def test_a_silent_server_that_delivers_nothing_is_believed_only_once():
         lighthouse.wait(1.0)
     begun = [x.base.step for x in lighthouse.records if x.cold == x.epoch]
     assert begun == [60, 40], lighthouse.record.reason
+
+
+def elected_since():
+    """Return a job whose members have died, and a new leader that has not heard the server of replica c."""
+    lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
+    die_and_come_again(lighthouse, held=[OLD])
+    return lighthouse
+
+
+def cut_off(has_session):
+    """Return the same job, and an old leader that has just lost the connection of c's server."""
+    lighthouse = started(start_replicas=2)
+    if has_session:
+        lighthouse.open("c")
+    lighthouse.status("c", "gone", snapshots=[NEW])
+    lighthouse.statuses.pop("c")
+    if has_session:
+        lighthouse.do(io.SessionClosed("c", 1))
+    lighthouse.do(io.TrainerStatusClosed("c", "http://c"))
+    die_and_come_again(lighthouse, held=[OLD])
+    return lighthouse
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize(
+    "begin",
+    [elected_since, lambda: cut_off(True), lambda: cut_off(False)],
+    ids=["elected", "cut", "stranger"],
+)
+def test_a_cold_start_waits_three_seconds_for_the_server_of_a_replica_outside_the_roster(begin, comes_back):
+    """Replica c caught up outside the roster, and its trainer is gone. Its server holds the newest state."""
+    lighthouse = begin()
+    lighthouse.wait(2.0)
+    assert lighthouse.record.generation == 1
+    if comes_back:
+        lighthouse.status("c", "gone", snapshots=[NEW])
+    lighthouse.wait(1.1)
+    assert lighthouse.record.generation == 2
+    assert lighthouse.record.base.step == (60 if comes_back else 40), lighthouse.record.reason
 
 
 def test_without_memory_the_newest_durable_checkpoint_is_the_base():
@@ -98,6 +138,7 @@ def test_a_message_to_a_new_leader_after_a_return_counts():
     lighthouse = Lighthouse(record_of("a b", epoch=1), start_replicas=2)
     lighthouse.open("a", generation=1, step=99, epoch=1)
     die_and_come_again(lighthouse, held=[NEW])
+    lighthouse.wait(3.1)
     assert "39 steps lost" in lighthouse.record.reason
 
 
@@ -238,6 +279,7 @@ def held_by(**held):
     for name in names:
         lighthouse.open(name, incarnation=2, predecessors=(1,))
         lighthouse.status(name, incarnation=2, snapshots=held[name])
+    lighthouse.wait(3.1)
     return lighthouse
 
 
@@ -278,6 +320,7 @@ def test_replicas_that_expect_no_equal_states_dispute_none():
     for name in "ab":
         lighthouse.open(name, incarnation=2, predecessors=(1,), replay=False)
         lighthouse.status(name, incarnation=2, snapshots=[at(60, name)])
+    lighthouse.wait(3.1)
     assert lighthouse.record.base.step == 60
 
 

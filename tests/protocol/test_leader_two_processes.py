@@ -262,7 +262,7 @@ def test_a_cold_start_after_a_fail_over_takes_the_state_that_a_session_names():
     lighthouse.wait(0.3)
     assert lighthouse.record.generation == 1
     lighthouse.status("a", incarnation=2, snapshots=[old, new])
-    lighthouse.wait(0.3)
+    lighthouse.wait(3.0)
     assert lighthouse.record.generation == 2 and lighthouse.record.base.step == 60
 
 

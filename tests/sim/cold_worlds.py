@@ -4,7 +4,7 @@ must wait for processes that may commit, and must not lose states held in memory
 Each world has one scripted fault and no other, so that no other fault hides it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from sim.world import Settings, World
 from fabric.model import Member as Entry
 from fabric.protocol.leader import admission
 from fabric.protocol.leader.base_choice import BaseChoice
-from fabric.protocol.leader.liveness import Liveness
+from fabric.protocol.leader.liveness import Liveness, as_member
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.membership import Membership
 from fabric.protocol.messages import leader_events as lio
@@ -34,6 +34,7 @@ REQUIRED = (
     "cold: a second process refused",
     "cold: a tie of digests",
     "cold: the newest state's server comes last",
+    "cold: a server outside the roster comes last",
     "cold: rounds of a generation before",
     "cold: generation begun again",
     "path: stopped by itself without a lighthouse",
@@ -324,6 +325,9 @@ class Outsider(ColdWorld):
 class LateServer(ColdWorld):
     """All members and the leader die. The server that holds the newest state reaches the next leader last,
     within its grace period. The restarted processes were not running when the newest state was made.
+
+    In half of the worlds this server belongs to a replica outside the roster, whose process does not return.
+    In half of those the leader lives, and has lost the connection of this server.
     """
 
     lasts = 9.0
@@ -334,11 +338,23 @@ class LateServer(ColdWorld):
     def __init__(self, seed: int) -> None:
         # The server comes back at once, or late in the grace period.
         self.late_s = 0.8 if seed % 2 else 2.4
+        self.is_outside = seed // 2 % 2 == 1
+        self.leader_lives = self.is_outside and seed // 4 % 2 == 1
         self.struck: tuple[int, int] = (0, -1)
         super().__init__(seed)
+        if self.is_outside:
+            policy = replace(self.settings.leader.policy, start_replicas=2)
+            self.settings.leader = replace(self.settings.leader, policy=policy)
+            self.lighthouses["lh0"].config = self.settings.leader
+            self.clockwork.at(self.lasts - 0.5, lambda: self.faults._operate("resume", ""))
 
     def strike(self) -> None:
-        """Strike: r0 goes on alone, and holds the newest snapshot."""
+        """Strike: r0 goes on alone, or catches up outside, and holds the newest snapshot."""
+        if self.is_outside:
+            self.faults._operate("pause", "")
+            self.kill_trainer("r0", 0.2)
+            self.clockwork.at(0.3, self.lose_the_last)
+            return
         for name in ("r1", "r2"):
             self.kill_trainer(name, 2.5)
         self.clockwork.at(2.0, self.lose_the_last)
@@ -352,13 +368,19 @@ class LateServer(ColdWorld):
             for ref in self.hosts[name].server.memory.snapshots
         ]
         if max(held) <= max(others):
-            return  # the member's snapshot of a later step is not done yet
-        self.clockwork.counts["cold: the newest state's server comes last"] += 1
+            if self.is_outside and not self.faults.over:
+                self.clockwork.at(0.001, self.lose_the_last)
+            return  # the snapshot of a later step is not done yet
+        server_of = "a server outside the roster" if self.is_outside else "the newest state's server"
+        self.clockwork.counts[f"cold: {server_of} comes last"] += 1
         self.struck = max(held)
         server.reach(Cut(self))
-        self.kill_trainer("r0", 0.3)
-        self.kill_lighthouse(lighthouse)
-        self.clockwork.at(0.2, lambda: self.start_lighthouse(lighthouse))
+        for name in ("r1", "r2") if self.is_outside else ():
+            self.kill_trainer(name, 0.3)
+        self.kill_trainer("r0", 6.0 if self.is_outside else 0.3)
+        if not self.leader_lives:
+            self.kill_lighthouse(lighthouse)
+            self.clockwork.at(0.2, lambda: self.start_lighthouse(lighthouse))
         self.clockwork.at(0.2 + self.late_s, lambda: server.reach(self))
 
     def happened(self, what: str, host: str) -> None:
@@ -473,6 +495,18 @@ def begin_before_all_servers_are_heard(patch: Patch) -> None:
     patch.setattr(BaseChoice, "held_states", by_statuses_alone)
 
 
+def await_only_servers_of_the_roster(patch: Patch) -> None:
+    """Bug: the leader does not wait for the servers that neither the roster nor a session names."""
+    servers_to_hear = Liveness.servers_to_hear
+
+    def named(live: Liveness, roster: Sequence[Entry], now: float) -> dict[str, float]:
+        members = [*roster, *(as_member(p.session) for p in live.peers.values() if p.connected)]
+        urls = {address.ckpt for x in members for address in x.addresses}
+        return {url: until for url, until in servers_to_hear(live, roster, now).items() if url in urls}
+
+    patch.setattr(Liveness, "servers_to_hear", named)
+
+
 MUTATIONS: dict[str, Callable[[Patch], None]] = {
     f.__name__: f
     for f in (
@@ -484,6 +518,7 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
         take_the_stopped_for_dead,
         believe_a_second_process,
         begin_before_all_servers_are_heard,
+        await_only_servers_of_the_roster,
         count_rounds_of_older_generations,
     )
 }

@@ -74,7 +74,9 @@ class _Wiped(WipedWorld):
         count = max(3, chosen.replicas)
         policy = replace(chosen.leader.policy, start_replicas=count)
         leader = replace(chosen.leader, policy=policy)
-        return replace(chosen, replicas=count, micro_batches=max(count, chosen.micro_batches), leader=leader)
+        most = max(count, chosen.micro_batches)
+        shares = (*chosen.shares, 1)[:count] if chosen.shares else ()
+        return replace(chosen, replicas=count, micro_batches=most, leader=leader, shares=shares)
 
 
 class _Durable(DurableWorld):

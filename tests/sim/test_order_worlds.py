@@ -26,6 +26,11 @@ def test_an_eviction_for_a_cut_link_is_no_failure():
     assert [x.checks.penalties.no_failures for x in worlds] == [1, 1]
 
 
+def test_a_leader_that_was_just_elected_waits_for_the_state_of_a_replica_outside_the_roster():
+    # In world 95397 the generation once began from step 1, and a newcomer's server held step 4.
+    order_worlds.OrderWorld(95397).run()
+
+
 @pytest.mark.parametrize("why", ["", "a reason of a later version", "it and r1 cannot agree"])
 def test_the_checker_refuses_a_reason_without_a_row(why):
     with pytest.raises(LookupError, match="give this reason for an eviction a row"):

@@ -37,3 +37,8 @@ def test_an_epochs_number_of_two_rosters_is_judged_by_the_roster_of_each_process
 def test_a_replica_on_several_hosts_makes_none_of_them_suspect():
     """It joined again after two failures, and the checker took its name for the name of a host."""
     swarm_world(622).run()
+
+
+def test_where_another_feature_adds_a_replica_each_replica_has_a_share():
+    settings = swarm_world(95033).settings
+    assert len(settings.shares) == settings.replicas == 3

@@ -154,10 +154,9 @@ def _waiting_to_start(core: LeaderCore, now: float) -> str:
     record, live = core.state.record, core.state.liveness
     servers = live.servers_to_hear(record.roster, now) if record is not None else {}
     if servers and (waited >= wait_s or count >= policy.start_replicas):
-        return (
-            f"what the checkpoint servers {_some(sorted(servers))} hold, which may be the newest state, "
-            f"until {time_of_day(max(servers.values()), now)} at most"
-        )
+        urls = _some(sorted(filter(None, servers))) or "of replicas outside the roster"
+        due = time_of_day(max(servers.values()), now)
+        return f"what the checkpoint servers {urls} hold, which may be the newest state, until {due} at most"
     until = time_of_day(now + wait_s - waited, now)
     return (
         f"replicas to start with: {count} of {policy.start_replicas} have a session{doubted}, "

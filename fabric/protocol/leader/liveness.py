@@ -191,23 +191,24 @@ class Liveness:
         self.servers.forget_storage()
 
     def servers_to_hear(self, roster: Sequence[Member], now: float) -> dict[str, float]:
-        """URL of each unconnected checkpoint server that may hold the newest state -> until when to wait."""
-        heard, closed = self.servers.heard_urls(), self.servers.closed_urls()
+        """URL of each unconnected checkpoint server that may hold the newest state -> until when to wait.
+
+        Replicas outside the roster may hold it too. "" stands for servers that this leader has never heard.
+        """
+        grace_s, heard = self.config.grace_s, self.servers.heard_urls()
         named = [(member, self.elected) for member in roster]
         named += [
             (as_member(p.session), max(self.elected, p.opened)) for p in self.peers.values() if p.connected
         ]
-        waits: dict[str, float] = {}
+        waits = {url: ended + grace_s for url, ended in self.servers.closed_urls().items()}
+        waits[""] = max(self.elected + grace_s, self.overload_grace_until)
         for member, since in named:
+            until = max(since + grace_s, self.overload_grace_until)
             for rank, address in enumerate(member.addresses):
                 status = self.servers.of_process(member, rank)
-                if address.ckpt in heard or (status is not None and status.connected) or not address.ckpt:
-                    continue
-                until = max(since, closed.get(address.ckpt, since)) + self.config.grace_s
-                until = max(until, self.overload_grace_until)
-                if now < until:
+                if address.ckpt and (status is None or not status.connected):
                     waits[address.ckpt] = max(until, waits.get(address.ckpt, until))
-        return waits
+        return {url: until for url, until in waits.items() if now < until and url not in heard}
 
     def rank_trouble(self, member: Member, now: float) -> str:
         """Why a rank other than 0 stops its replica, or empty. It does not prove that rank 0 has ended."""

@@ -60,10 +60,7 @@ soak: setup etcd
 	$(BIN)/fabric drill --replicas 4 --lighthouses 2 --store-members 3 --out soak-out $(SOAK_ARGS) \
 		-- $(BIN)/python examples/clipping.py
 
-# Benchmarks are checked for names and arguments that fabric no longer has, and need no full annotations.
-MYPY_BENCHMARKS := $(BIN)/mypy --config-file= --check-untyped-defs --ignore-missing-imports --no-namespace-packages \
-	benchmarks/*.py benchmarks/gpu/*.py
-LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(MYPY_BENCHMARKS) && $(BIN)/lint-imports
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 lint: setup
 	$(LINT)

@@ -24,6 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--hunt", action="store_true", help="search again for seeds that notice the deliberate bugs"
     )
+    parser.addoption(
+        "--renew", action="store_true", help="search again for the seeds that no longer notice their bug"
+    )
     parser.addoption("--all-recipes", action="store_true", help="run every recipe of the conformance suite")
 
 

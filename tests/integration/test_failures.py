@@ -44,7 +44,7 @@ def finish_and_check(job: Job, steps: int | None = None, deadline_s: float = DEA
 
 
 def test_a_job_without_failures_runs_in_one_epoch(zygote, tmp_path):
-    with Job(zygote, tmp_path) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "15"}) as job:
         job.start_all()
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
@@ -112,11 +112,11 @@ JOIN_POINTS = ["fetch", "install", "replay", "switch", "first-round", "snapshot"
 
 def test_a_joining_replica_killed_at_each_failpoint_joins_in_the_end(zygote, tmp_path):
     """Six newcomers die during their joins, each at another point, and the seventh joins."""
-    environment = {"TINY_STEPS": "80", "TINY_PATIENT_STEPS": "80", "TEST_FAILURES": "0"}
+    environment = {"TINY_STEPS": "60", "TINY_PATIENT_STEPS": "60", "TEST_FAILURES": "0"}
     with Job(zygote, tmp_path, environment=environment) as job:
         job.later_points["r1"] = [f"{point}=kill" for point in JOIN_POINTS]
         job.start_all({"r1": "forward@8=kill"})
-        finish_and_check(job, 80, 2 * DEADLINE_S)
+        finish_and_check(job, 60, 2 * DEADLINE_S)
         assert job.starts["r1"] == 2 + len(JOIN_POINTS), job.later_points
         assert job.starts["r0"] == job.starts["r2"] == 1
 
@@ -143,20 +143,20 @@ def test_a_joining_replica_stopped_at_each_failpoint_holds_up_no_member(zygote, 
 
 
 def test_a_second_member_is_stopped_during_the_recovery(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "50", **PATIENT}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "30", **PATIENT}) as job:
         job.start_all({"r1": "ring@12=kill", "r2": "recovery@12=stop"})
         job.wait_for(lambda: job.is_stopped("r2"), "r2 to stop")
         before = len(job.events("r0", "commit"))
         job.wait_for(lambda: len(job.events("r0", "commit")) > before + 3, "the survivor's next steps")
         os.kill(job.pids["r2"], signal.SIGCONT)
-        finish_and_check(job, 50)
+        finish_and_check(job, 30)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
 
 
 def test_two_members_die_at_once_and_one_survives(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "50", **PATIENT}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "30", **PATIENT}) as job:
         job.start_all({"r1": "barrier@12=kill", "r2": "forward@12=kill"})
-        finish_and_check(job, 50)
+        finish_and_check(job, 30)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 2}
 
 
@@ -182,7 +182,7 @@ def test_all_trainers_die_and_the_job_resumes_from_host_memory(zygote, tmp_path)
     """A cold start: the checkpoint servers' memory outlives all trainers, and the event names the lost
     steps.
     """
-    environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "40"}
+    environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "24"}
     with Job(zygote, tmp_path, environment=environment) as job:
         job.kill_together(15, ("r0", "r1", "r2"))
         job.finish()

@@ -1,5 +1,6 @@
 """The published figures of four papers, and the command that prints them beside ours."""
 
+import pytest
 import reproduce
 from click.testing import CliRunner
 from papers import published
@@ -22,6 +23,7 @@ def test_a_figure_outside_its_tolerance_ends_with_exit_code_1(monkeypatch):
     assert "OUTSIDE" in result.output
 
 
+@pytest.mark.long("plan/test_engine.py")
 def test_the_simulated_figures_of_the_smallest_size_are_reproduced():
     """All sizes with eight seeds take a minute: `benchmarks/reproduce.py` plays them. Three are --quick's."""
     figures = [f for f in published.reproduce(seeds=3, workers=2, groups=(200,)) if f.published is not None]

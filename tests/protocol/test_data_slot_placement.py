@@ -1,5 +1,6 @@
 """The placement of data slots by rack is optimal in small jobs, and takes bounded time in large jobs."""
 
+import functools
 import random
 
 import pytest
@@ -30,15 +31,18 @@ def partitions(total, most):
             yield (first, *rest)
 
 
+@functools.cache
+def readers_by_shard(data_slots, readers):
+    return [readers_of(shard, Sharing("constant", data_slots, readers)) for shard in range(data_slots)]
+
+
 def quality(rack_on, data_slots, readers):
     """Return the numbers of shards without reader, with all readers in one rack, and with two readers in one
     rack.
     """
     unread = one_rack = shared = 0
-    for shard in range(data_slots):
-        present = [
-            rack_on[s] for s in readers_of(shard, Sharing("constant", data_slots, readers)) if s in rack_on
-        ]
+    for slots in readers_by_shard(data_slots, readers):
+        present = [rack_on[s] for s in slots if s in rack_on]
         named = [rack for rack in present if rack]
         unread += not present
         one_rack += bool(present) and len(named) == len(present) and len(set(named)) == 1

@@ -7,6 +7,7 @@ status may not say that every member runs. The audit must accept the journals of
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import combinations
 from random import Random
 from typing import Any
 
@@ -188,13 +189,29 @@ FEATURES = (
 REQUIRED = tuple(f"swarm: {feature.name}" for feature in FEATURES)
 
 
-def swarm_world(seed: int) -> World:
-    """Return the world of this seed, with the features that it draws."""
+def features_of(seed: int) -> list[Feature]:
+    """Return the features that this seed draws."""
     random, drawn = Random(seed), list[Feature]()
     for feature in FEATURES:
         names = {x.name for x in drawn}
         if random.random() < feature.share and not names & set(feature.excludes.split()):
             drawn.append(feature)
+    return drawn
+
+
+def seeds_with_every_pair(seeds: range) -> list[int]:
+    """Return few of these seeds that draw each pair of features which any of them draws."""
+    pairs = {seed: set(combinations([x.name for x in features_of(seed)], 2)) for seed in seeds}
+    left, chosen = set[tuple[str, str]]().union(*pairs.values()), list[int]()
+    while left:
+        chosen.append(max(seeds, key=lambda seed: len(left & pairs[seed])))
+        left -= pairs[chosen[-1]]
+    return sorted(chosen)
+
+
+def swarm_world(seed: int) -> World:
+    """Return the world of this seed, with the features that it draws."""
+    drawn = features_of(seed)
     made_of = [x.made_of for x in drawn if x.made_of is not None]
     world: World = type("SwarmWorld", (_Told, *made_of), {})(seed)
     world.blackout &= {x.name for x in drawn} <= {"mixed", "stages", "ranks", "unequal", "journals"}

@@ -24,7 +24,7 @@ def test_a_crash_in_a_write_hits_the_lighthouse_that_writes(monkeypatch):
             return replace(chosen, member=replace(chosen.member, digest_every=10))
 
     Seldom(6001419).run()
-    monkeypatch.setattr("fabric.protocol.leader.core.MANY", 2)
+    monkeypatch.setattr("fabric.protocol.leader.state.MANY", 2)
     run_seed(6001578)
 
 
@@ -34,6 +34,6 @@ def test_a_round_before_an_eviction_does_not_confirm_a_returned_member():
 
 def test_large_jobs_take_the_same_path_in_small_worlds(monkeypatch):
     """The leader plans once for many events in jobs of hundreds; here already in jobs of two."""
-    monkeypatch.setattr("fabric.protocol.leader.core.MANY", 2)
-    for seed in range(40):
+    monkeypatch.setattr("fabric.protocol.leader.state.MANY", 2)
+    for seed in range(15):
         run_seed(seed)

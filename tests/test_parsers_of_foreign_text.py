@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fabric.audit.journal import parse_journal
-from fabric.ckpt_server.durable.manifest import FORMAT as DURABLE
-from fabric.ckpt_server.durable.manifest import parse_manifest, parse_rank_shard, rank_shard_name
+from fabric.ckpt_server.durable.reader import FORMAT as DURABLE
+from fabric.ckpt_server.durable.reader import parse_manifest, parse_rank_shard, rank_shard_name
 from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
 from fabric.ckpt_server.format.manifest import make_manifest
 from fabric.ckpt_server.format.tensor_slices import find_shards, parse_slice
@@ -38,8 +38,7 @@ from fabric.protocol.messages.rank_messages import decode_command, decode_outcom
 from fabric.runtime import config
 from fabric.runtime.drill_orders import PointOrder, read_order
 from fabric.runtime.http.http_service import parse_ports
-from fabric.runtime.layout_orders import parse_order
-from fabric.runtime.rank_layout import parse_layout, parse_ranks
+from fabric.runtime.rank_layout import parse_layout, parse_order, parse_ranks
 from fabric.transport.greeting import CHALLENGE_BYTES, Greeting, _proof, read_hello
 from fabric.transport.link import FrameParser
 from fabric.transport.tcp import parse_address

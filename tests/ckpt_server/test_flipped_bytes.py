@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import pytest
 from server_support import manifest_of, publish, snapshot_file
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch import multi_source
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.format.digest import bytes_digest

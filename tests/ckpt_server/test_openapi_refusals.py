@@ -21,7 +21,7 @@ from server_support import ROOT, TOKEN, end, fetch, publish, publish_gradient, s
 from fabric.ckpt_server.format import safetensors_file
 from fabric.ckpt_server.format.manifest import check_manifest, make_manifest
 from fabric.ckpt_server.format.safetensors_file import build_preamble, read_preamble
-from fabric.ckpt_server.wire.http_preconditions import PreconditionFailed, check_if_match, is_unchanged
+from fabric.ckpt_server.server.routes import PreconditionFailed, check_if_match, is_unchanged
 from fabric.errors import StateError, Unauthorized
 from fabric.model import SnapshotRef
 from fabric.runtime.http.http_service import check_bearer

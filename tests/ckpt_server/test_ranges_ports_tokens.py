@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_support import no_more_descriptors
 
-from fabric.ckpt_server.server.slots import Memfd
-from fabric.ckpt_server.server.trainer_watch import TrainerWatch, parse_stat
-from fabric.ckpt_server.wire.http_preconditions import (
+from fabric.ckpt_server.server.routes import (
     PreconditionFailed,
     Unsatisfiable,
     check_if_match,
     wanted_range,
 )
+from fabric.ckpt_server.server.slots import Memfd
+from fabric.ckpt_server.server.trainer_watch import TrainerWatch, parse_stat
 from fabric.errors import (
     ConfigError,
     FabricError,

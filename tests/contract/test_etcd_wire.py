@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from store_harness import soon
 
 from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.store import etcd_http, etcd_wire
+from fabric.store import etcd_http, etcd_wire, open_store
 from fabric.store.base import Compare, Delete, Put, Store
-from fabric.store.open import open_store
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

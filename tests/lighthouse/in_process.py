@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import StoreError
-from fabric.lighthouse.connections.admission_queue import AdmissionQueue
-from fabric.lighthouse.election.election import Candidate, Election, ElectionHooks, boot_time
-from fabric.lighthouse.election.store_probe import WriteProbe
+from fabric.lighthouse.connections.connection import AdmissionQueue
+from fabric.lighthouse.election import Candidate, Election, ElectionHooks, WriteProbe
 from fabric.lighthouse.http.routes import LighthouseParts, StoreProbe, make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs.jobs import Jobs
@@ -19,6 +18,7 @@ from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.runtime.http.http_service import serve
+from fabric.runtime.system_calls import seconds_since_boot
 from fabric.runtime.tasks import Tasks
 from fabric.store import Compare, Operation, Store
 
@@ -107,7 +107,7 @@ async def lighthouse_on(
     *,
     lease_s: float = 5.0,
     lease_store: Store | None = None,
-    clock: Callable[[], float] = boot_time,
+    clock: Callable[[], float] = seconds_since_boot,
     liveness: LivenessConfig = PATIENT,
     admissions: AdmissionQueue | None = None,
     tokens: Tokens | None = None,

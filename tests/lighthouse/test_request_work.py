@@ -22,7 +22,7 @@ from fabric.lighthouse.history.slowdowns import MOST_ACTIONS, MOST_SLOWDOWNS, Sl
 from fabric.lighthouse.http import job_status
 from fabric.lighthouse.http.routes import make_app
 from fabric.lighthouse.http.tokens import Tokens
-from fabric.lighthouse.jobs import drills, job_events
+from fabric.lighthouse.jobs import drills, job_history
 from fabric.lighthouse.jobs.drills import AskingInjector
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import StepTimes
@@ -113,7 +113,7 @@ def fill(job: Job) -> str:
     drill = job.drills.begin(LONG, LONG, 3, may_lose=True)
     for _ in range(drills._MOST_FAULTS):
         job.drills.inject(drill.id, "stop", "r0", 60.0)
-    for _ in range(job_events.CAPACITY):
+    for _ in range(job_history.CAPACITY):
         job.events.add("kind", 1, "r" * 64, LONG)
     return drill.id
 

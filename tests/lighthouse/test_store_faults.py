@@ -11,7 +11,7 @@ from lighthouse.store_script import KINDS, RECORD, REPLICAS, Fault, LeapingLoop,
 
 from fabric.lighthouse.election import election
 from fabric.lighthouse.jobs import job, job_history, jobs
-from fabric.lighthouse.jobs.term_context import TermContext
+from fabric.lighthouse.jobs.job_history import TermContext
 
 
 @pytest.fixture

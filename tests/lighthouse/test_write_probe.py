@@ -14,7 +14,7 @@ from lighthouse_support import eventually
 from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.election.store_probe import WriteProbe
+from fabric.lighthouse.election import WriteProbe
 from fabric.store import Delete, Put, Store, open_store
 
 KEY = "/fabric/ns/probe"

@@ -72,6 +72,11 @@ def bytes_digest(data: memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def etag(digest: str) -> str:
+    """Return the strong entity tag of content with this digest."""
+    return f'"{digest}"'
+
+
 def seal(header: Callable[[str], str | None]) -> str:
     """Return the value of the header SEAL; ``header`` gives a gradient's other headers by name."""
     text = "\n".join(header(f"X-Fabric-{name}") or "" for name in _SEALED)

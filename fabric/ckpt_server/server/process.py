@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fabric.ckpt_server.fetch.http_source import HttpAddress
-from fabric.ckpt_server.server.crash_position import CrashLog
 from fabric.ckpt_server.server.debug_probe import DebugProbe
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.metrics import CkptMetrics
@@ -30,7 +29,7 @@ from fabric.ckpt_server.server.routes import CkptContext, make_app
 from fabric.ckpt_server.server.slots import SlotTable
 from fabric.ckpt_server.server.trainer_channel import ServerIdentity, TrainerChannel
 from fabric.ckpt_server.server.trainer_status import StatusSender, StatusSource
-from fabric.ckpt_server.server.trainer_watch import FIRST_TRAINER_S, Lifetime, TrainerWatch
+from fabric.ckpt_server.server.trainer_watch import FIRST_TRAINER_S, CrashLog, Lifetime, TrainerWatch
 from fabric.ckpt_server.server.unix_sockets import LocalReadServer
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from fabric.ckpt_server.wire.server_settings import ServerSettings
@@ -152,7 +151,7 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
     token = TokenFile(settings.token_file)
     check_exposure(settings.bind, token.shown() or None)
     slots, trainer = SlotTable(), TrainerWatch()
-    durable, probe = DurableJobs(settings.job, settings.replica, slots), DebugProbe(settings.run_dir, trainer)
+    durable, probe = DurableJobs(slots), DebugProbe(settings.run_dir, trainer)
     parts = _ServerParts(settings, token, slots, trainer, durable, probe, Lifetime(settings.orphan_s))
     with own_folder(settings.run_dir):
         try:

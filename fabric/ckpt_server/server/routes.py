@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from prometheus_client import Counter
 
-from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.format.digest import bytes_digest, etag
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.format.tensor_slices import (
     SliceBounds,
@@ -36,20 +36,11 @@ from fabric.ckpt_server.format.tensor_slices import (
 )
 from fabric.ckpt_server.server.debug_probe import DebugProbe, TrainerSilent, parse_flight
 from fabric.ckpt_server.server.metrics import CkptMetrics
-from fabric.ckpt_server.server.slot_content import SlotContent
-from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotTable
+from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotContent, SlotTable
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Compressor, choose
 from fabric.ckpt_server.wire.compression import PIECE_BYTES as WORK_BYTES
-from fabric.ckpt_server.wire.http_preconditions import (
-    PreconditionFailed,
-    Unsatisfiable,
-    check_if_match,
-    etag,
-    is_unchanged,
-    wanted_range,
-)
-from fabric.errors import ProtocolError, Refused
+from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.runtime.http.http_service import (
     STALL_S,
     bearer_required,
@@ -61,6 +52,68 @@ from fabric.runtime.http.http_service import (
 )
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.priority import lower_priority
+
+# Range, If-Range, If-Match and If-None-Match by RFC 9110, for one strong ETag.
+#
+# A request may ask for one range; several ranges are refused with a sentence. The functions are pure.
+
+
+_RANGE = re.compile(r"bytes=\s*(\d{0,19})-(\d{0,19})", re.ASCII | re.IGNORECASE)
+
+
+class Unsatisfiable(FabricError):
+    """The range begins behind the last byte; ``nbytes`` is the size of the content."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"the range has none of the {nbytes} bytes there are: begin below {nbytes}")
+        self.nbytes = nbytes
+
+
+class PreconditionFailed(FabricError):
+    """If-Match names other content than this server holds."""
+
+
+def check_if_match(header: str | None, tag: str) -> None:
+    """Raises PreconditionFailed unless ``header`` is absent, ``*``, or lists ``tag``."""
+    if header is None or header.strip() == "*":
+        return
+    if tag not in (entry.strip() for entry in header.split(",")):
+        raise PreconditionFailed(f"what is held has the tag {tag}, not the one in If-Match: ask anew")
+
+
+def is_unchanged(header: str | None, tag: str) -> bool:
+    """Whether If-None-Match (``header``) says that the reader has this content: then the answer is 304."""
+    if header is None:
+        return False
+    listed = (entry.strip().removeprefix("W/") for entry in header.split(","))
+    return header.strip() == "*" or tag in listed
+
+
+def wanted_range(header: str | None, if_range: str | None, tag: str, nbytes: int) -> tuple[int, int] | None:
+    """Return (begin, end) of the bytes that a GET wants, or None for all of them.
+
+    Ignores a unit other than bytes, and a range whose If-Range does not match, as the RFC says. Raises
+    ProtocolError for several or malformed ranges, Unsatisfiable for a range without a byte.
+    """
+    if header is None or (if_range is not None and if_range.strip() != tag):
+        return None
+    unit, equals, _ = header.partition("=")
+    if equals and unit.strip().lower() != "bytes":
+        return None
+    match = _RANGE.fullmatch(header.strip())
+    if match is None or match.groups() == ("", ""):
+        raise ProtocolError("the header Range must be one range such as bytes=0-99, bytes=100- or bytes=-99")
+    first, last = match.groups()
+    if not first:
+        begin, end = max(nbytes - int(last), 0), nbytes
+    elif last and int(last) < int(first):
+        raise ProtocolError("the header Range ends before it begins: give it as bytes=FIRST-LAST")
+    else:
+        begin, end = int(first), min(int(last) + 1, nbytes) if last else nbytes
+    if begin >= end:
+        raise Unsatisfiable(nbytes)
+    return begin, end
+
 
 # Sends a slot's bytes over HTTP straight from shared memory, and never bytes that are being overwritten.
 #

@@ -16,12 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
-from fabric.ckpt_server.server.durable_jobs import DurableJobs, PersistRequest
-from fabric.ckpt_server.server.slot_content import gradient_content, snapshot_content
-from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotTable
+from fabric.ckpt_server.server.durable_jobs import DurableJobs
+from fabric.ckpt_server.server.slots import (
+    GRADIENT,
+    SNAPSHOT,
+    SharedSlot,
+    SlotTable,
+    gradient_content,
+    snapshot_content,
+)
 from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, Lifetime, TrainerWatch
 from fabric.ckpt_server.server.unix_sockets import Response, UnixConnection, serve_each
-from fabric.ckpt_server.wire.channel_protocol import MAX_LINE_BYTES, decode_line
+from fabric.ckpt_server.wire.channel_protocol import MAX_LINE_BYTES, DurableJob, decode_line
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import Int64, JobEnd
 from fabric.protocol.messages.wire import decode_as
@@ -255,9 +261,8 @@ class TrainerChannel:
         return slot.memfd.view, slot.version
 
     async def _persist(self, body: dict[str, Any]) -> Response:
-        self._durable.start(
-            decode_as(PersistRequest, {k: v for k, v in body.items() if k != "op"}, "persist")
-        )
+        own = {"job": self._identity.job, "replica": self._identity.replica}
+        self._durable.start(decode_as(DurableJob, {**body, **own}, "persist"))
         return _success()
 
     async def _durable_outcome(self, _: dict[str, Any]) -> Response:

@@ -8,11 +8,13 @@ before the line is kept.
 import json
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from fabric.errors import ProtocolError
+from fabric.model import Int64
 
 SOCKET_NAME = "ckpt.sock"
 # How long a reader on the same host and the server wait for each other's first line.
@@ -28,6 +30,27 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 MAX_LINE_BYTES = 64 * 1024 * 1024
 # Lines that the server reads before the trainer has attached are short.
 MAX_FIRST_LINE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DurableJob:
+    """A durable checkpoint to write, as the trainer orders it and as its writer gets it.
+
+    The server adds ``job`` and ``replica``, and ``made``: an earlier try has made the job's folder, which
+    must still be there.
+    """
+
+    url: str  # the storage that all jobs share
+    job: str
+    replica: str
+    incarnation: Int64
+    keep: Int64 = 3  # complete checkpoints to keep
+    patience_s: float = 600.0  # how long rank 0 waits for the other ranks' parts
+    required: bool = False  # the job's folder must hold an earlier checkpoint
+    made: bool = False
+    urgent: bool = False  # the trainer will be killed soon: end an earlier writer, at full priority
+    generation: Int64 = 0  # with ``step``: the held snapshot to write
+    step: Int64 = -1
 
 
 class LineBuffer:

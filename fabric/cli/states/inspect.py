@@ -13,7 +13,7 @@ from rich.text import Text
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
-from fabric.ckpt_server.reading.state_source import ReadableState, open_state
+from fabric.ckpt_server.reading import ReadableState, open_state
 from fabric.ckpt_server.server.statistics import values
 from fabric.cli.lighthouse_options import current_tls, lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import plain_console

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from fabric.ckpt_server.fetch.multi_source import BlockRange, runs_of
 from fabric.ckpt_server.format.digest import BlockDigests, block_digest, digest_of_blocks, file_digest
-from fabric.ckpt_server.reading.merged_state import MergedState
-from fabric.ckpt_server.reading.state_source import BlockState, open_manifested
+from fabric.ckpt_server.reading import BlockState, MergedState, open_manifested
 from fabric.cli.lighthouse_options import current_tls, lighthouse_options
 from fabric.cli.states.inspect import StateNames, tell_part, token_of
 from fabric.cli.terminal_text import plain_console

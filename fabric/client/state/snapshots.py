@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.manifest import of_rank, state_digest
 from fabric.ckpt_server.state.block_copy import BlockPass
 from fabric.ckpt_server.state.content_digest import ContentDigests

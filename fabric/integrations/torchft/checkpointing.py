@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
 from fabric.ckpt_server.format.manifest import make_manifest
 from fabric.ckpt_server.state.training_state import capture, host_bytes

@@ -18,10 +18,9 @@ from aiohttp.typedefs import Middleware
 from msgspec import to_builtins
 
 from fabric.errors import ProtocolError, StoreError
-from fabric.lighthouse.connections.admission_queue import AdmissionQueue
+from fabric.lighthouse.connections.connection import AdmissionQueue
 from fabric.lighthouse.connections.validation import check_name
-from fabric.lighthouse.election.election import Election
-from fabric.lighthouse.election.store_probe import WriteProbe
+from fabric.lighthouse.election import Election, WriteProbe
 from fabric.lighthouse.history.recovery import LaunchReport, RecoveryRecord
 from fabric.lighthouse.history.slowdowns import SlowdownRecord
 from fabric.lighthouse.http import dashboard, websockets
@@ -30,7 +29,7 @@ from fabric.lighthouse.http.job_status import StatusCache, job_line, job_text
 from fabric.lighthouse.http.operator_routes import add_commands, body_of, find_job, text_of
 from fabric.lighthouse.http.tokens import Tokens, TokenTries, is_in_scope, token_required
 from fabric.lighthouse.jobs.job import Job
-from fabric.lighthouse.jobs.job_events import PIECE, JobEvent
+from fabric.lighthouse.jobs.job_history import PIECE, JobEvent
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.lighthouse.telemetry import metrics
 from fabric.runtime.http.http_service import (

@@ -34,10 +34,8 @@ from fabric.lighthouse.history.ledger import GoodputLedger
 from fabric.lighthouse.history.recovery import LEFT, Absence, LaunchReport, Recoveries, recoverable
 from fabric.lighthouse.history.slowdowns import Slowdowns
 from fabric.lighthouse.jobs.drills import Drills
-from fabric.lighthouse.jobs.job_events import EventLog
-from fabric.lighthouse.jobs.job_history import JobHistory
+from fabric.lighthouse.jobs.job_history import EventLog, JobHistory, TermContext, entropy
 from fabric.lighthouse.jobs.job_store import Deposed, StoredRecord
-from fabric.lighthouse.jobs.term_context import TermContext, entropy
 from fabric.lighthouse.telemetry.metrics import JobGauges, ReplicaTrouble
 from fabric.model import Policy, Record
 from fabric.protocol.leader.core import MANY, LeaderCore

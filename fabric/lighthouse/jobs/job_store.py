@@ -9,8 +9,7 @@ import time
 from collections.abc import Mapping
 
 from fabric.errors import StoreError, StoreIndefinite
-from fabric.lighthouse.election.election import Term
-from fabric.lighthouse.election.store_thread import Commit
+from fabric.lighthouse.election import Commit, Term
 from fabric.lighthouse.history.recovery import CAPACITY, RecoveryRecord
 from fabric.lighthouse.history.slowdowns import MOST_SLOWDOWNS, SlowdownRecord
 from fabric.lighthouse.telemetry.metrics import LighthouseMetrics

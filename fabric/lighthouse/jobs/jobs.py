@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 from fabric.errors import ProtocolError, Refused, StoreError, StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
-from fabric.lighthouse.connections.layout_gate import LayoutReader
+from fabric.lighthouse.connections.connection import LayoutReader
 from fabric.lighthouse.connections.validation import MAX_REPLICAS, check_name
 from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
-from fabric.lighthouse.election.election import Term
-from fabric.lighthouse.election.store_thread import Commit
+from fabric.lighthouse.election import Commit, Term
 from fabric.lighthouse.history.recovery import Recoveries, from_json
 from fabric.lighthouse.history.slowdowns import Slowdowns, slowdown_from_json
 from fabric.lighthouse.jobs.job import Job
-from fabric.lighthouse.jobs.job_events import EventLog
+from fabric.lighthouse.jobs.job_history import EventLog, TermContext
 from fabric.lighthouse.jobs.job_store import (
     StoredRecord,
     job_of,
@@ -30,7 +29,6 @@ from fabric.lighthouse.jobs.job_store import (
     recoveries_of,
     slowdowns_of,
 )
-from fabric.lighthouse.jobs.term_context import TermContext
 from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
 from fabric.lighthouse.telemetry.traces import Traces
 from fabric.model import Record, counted

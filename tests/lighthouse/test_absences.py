@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fabric.cli.status import _job
 from fabric.lighthouse.diagnosis.absences import absences, headline
-from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, LaunchReport, Recoveries, from_json
+from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, LaunchReport, Recoveries, RecoveryRecord
 from fabric.lighthouse.http.job_status import _member_view
 from fabric.lighthouse.jobs.job import REFUSED as REFUSED_EVENT
 from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
@@ -24,6 +24,7 @@ from fabric.protocol.leader import admission
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import wire
+from fabric.protocol.messages.wire import decode_value
 
 
 async def view_of(http, url: str, job: str) -> dict:
@@ -111,7 +112,7 @@ def test_a_lost_replica_stays_in_the_headline_under_the_next_leader():
     assert watched.said.startswith("2 of 3 replicas; c down since TIME (")
     reason = watched.log.kept[-1].lost["c"].why
     after = Recoveries()
-    after.restore([from_json(json.dumps(x.to_json()).encode()) for x in watched.log.kept])
+    after.restore([decode_value(RecoveryRecord, json.dumps(x.to_json()).encode()) for x in watched.log.kept])
     watched.log = after
     assert f"c down since TIME ({reason}" in watched.said
 
@@ -159,7 +160,7 @@ def test_a_lost_replica_that_another_name_replaces_is_missing_no_more():
     watched.join("d", 6)
     assert watched.said == "3 of 3 replicas"
     after = Recoveries()
-    after.restore([from_json(json.dumps(x.to_json()).encode()) for x in watched.log.kept])
+    after.restore([decode_value(RecoveryRecord, json.dumps(x.to_json()).encode()) for x in watched.log.kept])
     watched.log = after
     after.begin(watched.job.record)
     assert watched.said == "3 of 3 replicas", "the next leader knows it too"

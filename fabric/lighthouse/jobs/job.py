@@ -31,10 +31,9 @@ from fabric.lighthouse.diagnosis.server_states import CheckpointServers, HeardSt
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
 from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
 from fabric.lighthouse.history.ledger import GoodputLedger
-from fabric.lighthouse.history.recovery import LEFT, Absence, LaunchReport, Recoveries, recoverable
-from fabric.lighthouse.history.slowdowns import Slowdowns
+from fabric.lighthouse.history.recovery import LEFT, Absence, LaunchReport, recoverable
 from fabric.lighthouse.jobs.drills import Drills
-from fabric.lighthouse.jobs.job_history import EventLog, JobHistory, TermContext, entropy
+from fabric.lighthouse.jobs.job_history import JobHistory, JobPast, TermContext, entropy
 from fabric.lighthouse.jobs.job_store import Deposed, StoredRecord
 from fabric.lighthouse.telemetry.metrics import JobGauges, ReplicaTrouble
 from fabric.model import Policy, Record
@@ -272,21 +271,13 @@ _ANSWERS = ('{"kind":"Report"', '{"kind":"Running"')
 class Job:
     """Call ``begin`` once; then the methods below bring events. ``close`` ends the job here."""
 
-    def __init__(
-        self,
-        name: str,
-        context: TermContext,
-        stored: StoredRecord,
-        events: EventLog,
-        recoveries: Recoveries,
-        slowdowns: Slowdowns,
-    ) -> None:
+    def __init__(self, name: str, context: TermContext, stored: StoredRecord, past: JobPast) -> None:
         self.name = name
-        self.events = events
+        self.events = past.events
         self.core = LeaderCore(name, context.config, entropy(), context.clock())
         self.connections = JobConnections()
         self.peer_addresses = PeerAddresses()
-        self.history = JobHistory(name, context, stored, recoveries, slowdowns)
+        self.history = JobHistory(name, context, stored, past)
         self.servers = CheckpointServers()
         self._context = context
         self._stored = stored

@@ -10,12 +10,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from signal import Signals
 from typing import Any
 
-from fabric.errors import StoreError
+from fabric.errors import ProtocolError, StoreError
 from fabric.lighthouse.connections.validation import MAX_REPLICAS
 from fabric.lighthouse.diagnosis.absences import left_by
 from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
@@ -152,34 +152,75 @@ _OBSERVE_S = 0.01
 _KEEP_LARGE_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class JobPast:
+    """What people look up of a job. It outlives a term, and so a short fault of the store."""
+
+    events: EventLog = field(default_factory=EventLog)
+    recoveries: Recoveries = field(default_factory=Recoveries)
+    slowdowns: Slowdowns = field(default_factory=Slowdowns)
+
+
 class JobHistory:
     """The history of one job in one term."""
 
-    def __init__(
-        self,
-        job: str,
-        context: TermContext,
-        stored: StoredRecord,
-        recoveries: Recoveries,
-        slowdowns: Slowdowns,
-    ) -> None:
+    def __init__(self, job: str, context: TermContext, stored: StoredRecord, past: JobPast) -> None:
         self.ledger = GoodputLedger()
         self.left_by = 0  # the signal that ended all launchers, from ``absences.left_by``
         self.ledger_is_known = True  # False until the job has read what an earlier leader stored
-        self.recoveries = recoveries
-        self.slowdowns = slowdowns
+        self.recoveries, self.slowdowns = past.recoveries, past.slowdowns
         self._job = job
         self._context = context
         self._stored = stored
         self._sampled_at = self._ledger_stored_at = context.clock()
         self._observed_at = 0.0
-        self._unkept: dict[str, dict[int, RecoveryRecord | SlowdownRecord]] = {"recovery": {}, "slowdown": {}}
+        self._unkept: dict[str, dict[int, RecoveryRecord | SlowdownRecord]] = {
+            "recoveries": {},
+            "slowdowns": {},
+        }
 
     def begin(self, record: Record | None) -> None:
         """Begin to lead the job from ``record``, which counts as no answer to a failure."""
         self.recoveries.begin(record)
         for slowdown in self.slowdowns.begin(time.time()):
-            self._keep("slowdown", slowdown)
+            self._keep("slowdowns", slowdown)
+
+    def load(self) -> None:
+        """Read what earlier leaders have stored. The store is asked only once, because it is for people."""
+        self.ledger_is_known = False
+        kinds = [kind for kind in ("recoveries", "slowdowns") if not self._records(kind).kept]
+        for work in (*map(self._load_records, kinds), self._load_ledger()):
+            self._context.tasks.start(f"history of {self._job}", work)
+
+    def _records(self, kind: str) -> Recoveries | Slowdowns:
+        return self.recoveries if kind == "recoveries" else self.slowdowns
+
+    async def _load_records(self, kind: str) -> None:
+        """Take the records of earlier leaders, and end the slowdowns that they left open."""
+        try:
+            stored = await self._stored.earlier(kind)
+        except (StoreError, ProtocolError, ValueError) as error:
+            log.warning("job %s: its older %s are not shown: %s", self._job, kind, error)
+            return
+        if kind == "recoveries":
+            self.recoveries.restore(stored)
+            return
+        for slowdown in self.slowdowns.restore(stored, time.time()):
+            self._keep(kind, slowdown)
+
+    async def _load_ledger(self) -> None:
+        try:
+            stored = await self._stored.earlier_ledger()
+            if stored is not None:
+                self.ledger.restore(stored, self._context.clock(), time.time())
+                # The launchers told the earlier leader alone.
+                self.left_by = Signals(signal) if (signal := stored.get("left_by", 0)) else 0
+        except StoreError as error:
+            log.warning("job %s: its ledger is not read, and not written in this term: %s", self._job, error)
+            return
+        except (ProtocolError, ValueError) as error:
+            log.warning("job %s: its ledger begins anew: %s", self._job, error)
+        self.ledger_is_known = True
 
     def is_sample_due(self, sessions: int, now: float) -> bool:
         quiet_s = now - self._sampled_at
@@ -202,12 +243,6 @@ class JobHistory:
             self._keep_ledger(before, now, at_once=self.left_by != was_left_by)
         return self.ledger
 
-    def restore_ledger(self, stored: Any, now: float) -> None:
-        """Go on from an earlier leader's sums. Raises ProtocolError or ValueError for any other value."""
-        self.ledger.restore(stored, now, time.time())
-        # The launchers told the earlier leader alone.
-        self.left_by = Signals(signal) if (signal := stored.get("left_by", 0)) else 0
-
     def is_observation_due(self, now: float) -> bool:
         """Whether a job of many members should look at its recoveries again."""
         return now - self._observed_at >= _OBSERVE_S
@@ -225,13 +260,13 @@ class JobHistory:
         """Store this record from a task, and send it as a trace when it is complete."""
         if self._context.traces is not None:
             self._context.traces.recovery(self._job, recovery)
-        self._keep("recovery", recovery)
+        self._keep("recoveries", recovery)
 
     def _keep(self, kind: str, record: RecoveryRecord | SlowdownRecord) -> None:
         is_idle = not self._unkept[kind]
         self._unkept[kind][record.id] = record
         if is_idle:
-            self._context.tasks.start(f"keep {kind} records of {self._job}", self._store(kind))
+            self._context.tasks.start(f"keep {kind} of {self._job}", self._store(kind))
 
     async def _store(self, kind: str) -> None:
         """Store one record after the other; write a record again that has changed since."""
@@ -239,36 +274,28 @@ class JobHistory:
         while unkept:
             record = unkept.pop(next(iter(unkept)))
             try:
-                if isinstance(record, RecoveryRecord):
-                    await self._stored.keep(record, [x.id for x in self.recoveries.kept])
-                else:
-                    await self._stored.keep_slowdown(record, [x.id for x in self.slowdowns.kept])
+                await self._stored.keep(kind, record, [x.id for x in self._records(kind).kept])
             except StoreError as error:
-                log.warning("job %s: %s record %d is not in the store: %s", self._job, kind, record.id, error)
+                log.warning("job %s: %d of its %s is not in the store: %s", self._job, record.id, kind, error)
             if isinstance(record, RecoveryRecord) and len(record.lost) > NAMED:
                 await asyncio.sleep(_KEEP_LARGE_S)  # a large record changes at each return of a replica
 
     def observe_slowdowns(self, states: Iterable[SlowdownState], newest_event: int, step: int) -> None:
         """Bring the slowdown records up to date."""
         for slowdown in self.slowdowns.observe(states, newest_event, step, time.time()):
-            self._keep("slowdown", slowdown)
+            self._keep("slowdowns", slowdown)
 
     def note(self, kind: str, about: str, why: str) -> None:
         """Add an event about a slow replica to its record."""
         slowdown = self.slowdowns.note(kind, about, why, time.time())
         if slowdown is not None:
-            self._keep("slowdown", slowdown)
+            self._keep("slowdowns", slowdown)
 
     def judge(self, replica: str, verdict: str) -> None:
         """Set a micro-benchmark's verdict on a slow replica."""
         slowdown = self.slowdowns.judge(replica, verdict)
         if slowdown is not None:
-            self._keep("slowdown", slowdown)
-
-    def restore_slowdowns(self, stored: list[SlowdownRecord]) -> None:
-        """Take the slowdown records of earlier leaders."""
-        for slowdown in self.slowdowns.restore(stored, time.time()):
-            self._keep("slowdown", slowdown)
+            self._keep("slowdowns", slowdown)
 
     def _keep_ledger(self, before: str, now: float, *, at_once: bool) -> None:
         """Store the ledger when its state changes, and at intervals. A lost write does no harm: the next

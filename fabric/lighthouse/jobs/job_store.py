@@ -7,11 +7,12 @@ read or written here last. So neither a deposed leader nor a stale leader can un
 import json
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from fabric.errors import StoreError, StoreIndefinite
 from fabric.lighthouse.election import Commit, Term
 from fabric.lighthouse.history.recovery import CAPACITY, RecoveryRecord
-from fabric.lighthouse.history.slowdowns import MOST_SLOWDOWNS, SlowdownRecord
+from fabric.lighthouse.history.slowdowns import SlowdownRecord
 from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
 from fabric.model import Record
 from fabric.protocol.messages import wire
@@ -34,17 +35,19 @@ def job_of(namespace: str, key: str) -> str:
     return name if kind == "record" else ""
 
 
-def recoveries_of(namespace: str, job: str) -> str:
-    """Return the prefix of the keys of the recovery records of ``job``; a key ends with the record's id.
+# Kind of the records for people -> their class, and what an error calls one of them.
+_KINDS: Mapping[str, tuple[type[RecoveryRecord | SlowdownRecord], str]] = {
+    "recoveries": (RecoveryRecord, "recovery record"),
+    "slowdowns": (SlowdownRecord, "slowdown record"),
+}
+
+
+def folder_of(namespace: str, kind: str, job: str) -> str:
+    """Return the prefix of the keys of the ``recoveries`` or ``slowdowns`` of ``job``; a key ends with an id.
 
     They are not under the prefix of the jobs' records, which a new leader must read before it can lead.
     """
-    return f"/fabric/{namespace}/recoveries/{job}/"
-
-
-def slowdowns_of(namespace: str, job: str) -> str:
-    """Return the prefix of the keys of the slowdown records of ``job``; a key ends with the record's id."""
-    return f"/fabric/{namespace}/slowdowns/{job}/"
+    return f"/fabric/{namespace}/{kind}/{job}/"
 
 
 def ledger_of(namespace: str, job: str) -> str:
@@ -69,8 +72,7 @@ class StoredRecord:
         self._store = store
         self._commit = commit
         self._key = record_key(namespace, job)
-        self._recoveries = recoveries_of(namespace, job)
-        self._slowdowns = slowdowns_of(namespace, job)
+        self._folders = {kind: folder_of(namespace, kind, job) for kind in _KINDS}
         self._ledger = ledger_of(namespace, job)
         self._term = term
         self._revision = revision
@@ -95,30 +97,28 @@ class StoredRecord:
         self._revision = revision
         return True
 
-    async def keep(self, recovery: RecoveryRecord, ids: list[int]) -> None:
-        """Write a recovery record, and remove stored records older than the first of ``ids`` (ascending).
+    async def earlier(self, kind: str) -> list[Any]:
+        """Return the records of this kind that are stored. Raises StoreError or ProtocolError."""
+        entries, _ = await self._store.list(self._folders[kind])
+        record, name = _KINDS[kind]
+        return [wire.decode_value(record, entry.value, name) for entry in entries]
+
+    async def keep(self, kind: str, record: RecoveryRecord | SlowdownRecord, ids: list[int]) -> None:
+        """Write a record, and remove stored records older than the first of ``ids`` (ascending).
         Raises as ``Store.commit`` does; the store refuses a deposed leader's write, which is then dropped."""
-        is_full = len(ids) >= CAPACITY and recovery.id == ids[-1]
-        await self._keep(self._recoveries, recovery.id, recovery.to_json(), ids[0] if is_full else 0)
-
-    async def keep_slowdown(self, slowdown: SlowdownRecord, ids: list[int]) -> None:
-        """Write a slowdown record, as ``keep`` does."""
-        is_full = len(ids) >= MOST_SLOWDOWNS and slowdown.id == ids[-1]
-        await self._keep(self._slowdowns, slowdown.id, slowdown.to_json(), ids[0] if is_full else 0)
-
-    async def _keep(self, folder: str, number: int, body: Mapping[str, object], oldest: int) -> None:
-        """Write one record into ``folder``, and remove those before ``oldest`` (0: remove none)."""
-        operations: list[Operation] = [Put(f"{folder}{number:020d}", json.dumps(body).encode())]
-        if oldest:
+        folder = self._folders[kind]
+        body = json.dumps(record.to_json()).encode()
+        operations: list[Operation] = [Put(f"{folder}{record.id:020d}", body)]
+        if len(ids) >= CAPACITY and record.id == ids[-1]:
             entries, _ = await self._store.list(folder)
-            old = [kv.key for kv in entries if kv.key < f"{folder}{oldest:020d}"]
+            old = [kv.key for kv in entries if kv.key < f"{folder}{ids[0]:020d}"]
             operations += [Delete(key) for key in old[:50]]
         await self._commit([self._term.guard], operations)
 
     async def delete(self) -> bool:
         """Remove all records and the ledger of a job that is over; False when a guard refused.
         Raises as ``Store.commit`` does."""
-        for folder in (self._recoveries, self._slowdowns):
+        for folder in self._folders.values():
             entries, _ = await self._store.list(folder)
             for first in range(0, len(entries), 50):
                 some = [Delete(kv.key) for kv in entries[first : first + 50]]
@@ -129,6 +129,11 @@ class StoredRecord:
     async def keep_ledger(self, saved: Mapping[str, object]) -> None:
         """Write the ledger; raises as ``Store.commit`` does. A deposed leader's write is dropped."""
         await self._commit([self._term.guard], [Put(self._ledger, json.dumps(saved).encode())])
+
+    async def earlier_ledger(self) -> Any:
+        """Return the stored ledger; None without one. Raises StoreError or ValueError."""
+        entry = await self._store.get(self._ledger)
+        return None if entry is None else json.loads(entry.value)
 
     async def read(self) -> Record | None:
         """Return the record as it is now.

@@ -21,6 +21,7 @@ import json
 import logging
 import random
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -394,43 +395,70 @@ def _candidate(value: bytes) -> Candidate | None:
     return leader if leader.url.startswith(("http://", "https://")) else None
 
 
-# Whether the store takes writes: a full store answers every read and refuses every write.
+# Whether the store answers, and whether it takes writes: a full store answers every read and refuses every
+# write.
 #
-# The probe is a write whose guard can never hold. A store that takes writes says that the guard failed, and
-# changes nothing. A full store refuses the write before it looks at the guard.
+# The second probe is a write whose guard can never hold. A store that takes writes says that the guard
+# failed, and changes nothing. A full store refuses the write before it looks at the guard.
 
-
-log = logging.getLogger(__name__)
 
 # A missing key has revision 0, and no store reaches this revision.
 _NEVER = (1 << 62) - 1
+_WRITE_EVERY_S = 10.0
+_WRITE_ANSWER_S = 5.0
 
 
 @dataclass(slots=True)
-class WriteProbe:
-    """``refusal``: the store's message if it refused the last probe, else empty."""
+class StoreProbe:
+    """``refusal``: the store's message if it refused the last write, else empty.
+
+    A read is tried at most once in ``every_s``. A request waits for it at most ``patience_s``, because
+    kubelets wait one second; then it gets the last answer."""
 
     store: Store
     key: str
-    every_s: float = 10.0
-    answer_s: float = 5.0
+    name: str = ""  # the store's URL, for people
+    every_s: float = 1.0
+    answer_s: float = 1.0
+    patience_s: float = 0.4
+    is_reachable: bool = True
     refusal: str = ""
+    asked: float = float("-inf")
+    asking: asyncio.Task[None] | None = None
 
-    async def watch(self) -> None:
-        """Probe again and again, until cancelled."""
-        while True:
-            await self.ask()
-            await asyncio.sleep(self.every_s)
+    async def ask(self) -> bool:
+        """Return whether the store answers."""
+        if self.asking is None and time.monotonic() - self.asked >= self.every_s:
+            self.asking = asyncio.get_running_loop().create_task(self._ask())
+        if self.asking is not None:
+            await asyncio.wait({self.asking}, timeout=self.patience_s)
+        return self.is_reachable
 
-    async def ask(self) -> str:
-        """Probe once; return the refusal."""
-        logged = self.refusal
+    async def _ask(self) -> None:
+        is_reachable = False
         try:
-            async with asyncio.timeout(self.answer_s):
-                await self.store.commit([Compare(self.key, create_revision=_NEVER)], [Put(self.key, b"")])
+            with suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(self.answer_s):
+                    await self.store.get(self.key)
+                is_reachable = True
+        finally:
+            self.is_reachable, self.asked, self.asking = is_reachable, time.monotonic(), None
+
+    async def watch_writes(self) -> None:
+        """Try a write again and again, until cancelled."""
+        while True:
+            await self.try_writing()
+            await asyncio.sleep(_WRITE_EVERY_S)
+
+    async def try_writing(self) -> str:
+        """Try a write once; return the refusal."""
+        logged, key = self.refusal, f"{self.key}probe"
+        try:
+            async with asyncio.timeout(_WRITE_ANSWER_S):
+                await self.store.commit([Compare(key, create_revision=_NEVER)], [Put(key, b"")])
             self.refusal = ""
         except (StoreUnavailable, StoreIndefinite, TimeoutError):
-            pass  # another check asks more often whether the store can be reached
+            pass  # a read is tried more often
         except StoreError as error:
             self.refusal = str(error)
         if bool(self.refusal) != bool(logged):

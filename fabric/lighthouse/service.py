@@ -25,11 +25,11 @@ from fabric.lighthouse.election import (
     Commit,
     Election,
     ElectionHooks,
+    StoreProbe,
     StoreThread,
     Term,
-    WriteProbe,
 )
-from fabric.lighthouse.http.routes import LighthouseParts, StoreProbe, make_app
+from fabric.lighthouse.http.routes import LighthouseParts, make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs.jobs import Jobs, Quotas
 from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
@@ -257,12 +257,11 @@ def _assemble(
     hooks = ElectionHooks(elected=elected, lost=jobs.end, followed=followed, written=metrics.election_write)
     lease_store = _handle(settings)
     election = Election(store, settings.namespace, settings.lease_s, hooks, lease_store=lease_store)
-    writes = WriteProbe(store, f"{election.prefix}probe")
-    tasks.start("write probe", writes.watch())
     probe = StoreProbe(store, election.prefix, shown_url(settings.store))
-    parts = LighthouseParts(election, jobs, metrics, probe, writes=writes)
+    tasks.start("write probe", probe.watch_writes())
+    parts = LighthouseParts(election, jobs, metrics, probe)
     metrics.observe(lambda: parts.leads, jobs.gauges)
-    metrics.watch_writes(lambda: not writes.refusal)
+    metrics.watch_writes(lambda: not probe.refusal)
     return parts, settled
 
 

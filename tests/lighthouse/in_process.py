@@ -10,8 +10,8 @@ from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import StoreError
 from fabric.lighthouse.connections.connection import AdmissionQueue
-from fabric.lighthouse.election import Candidate, Election, ElectionHooks, WriteProbe
-from fabric.lighthouse.http.routes import LighthouseParts, StoreProbe, make_app
+from fabric.lighthouse.election import Candidate, Election, ElectionHooks, StoreProbe
+from fabric.lighthouse.http.routes import LighthouseParts, make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
@@ -127,9 +127,8 @@ async def lighthouse_on(
 
     hooks = ElectionHooks(jobs.begin, end, followed.append, metrics.election_write)
     election = Election(store, "ns", lease_s, hooks, lease_store=lease_store, clock=clock)
-    writes = WriteProbe(store, f"{election.prefix}probe")
     probe = StoreProbe(store, election.prefix, "etcd://s1:2379", every_s=0.0)
-    parts = LighthouseParts(election, jobs, metrics, probe, admissions or AdmissionQueue(), writes)
+    parts = LighthouseParts(election, jobs, metrics, probe, admissions or AdmissionQueue())
     metrics.observe(lambda: parts.leads, jobs.gauges)
     app = make_app(parts, tokens)
     runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.5, cancel_abandoned=True)

@@ -112,7 +112,9 @@ def test_a_lost_replica_stays_in_the_headline_under_the_next_leader():
     assert watched.said.startswith("2 of 3 replicas; c down since TIME (")
     reason = watched.log.kept[-1].lost["c"].why
     after = Recoveries()
-    after.restore([decode_value(RecoveryRecord, json.dumps(x.to_json()).encode()) for x in watched.log.kept])
+    after.restore(
+        [decode_value(RecoveryRecord, json.dumps(x.to_json()).encode(), "record") for x in watched.log.kept]
+    )
     watched.log = after
     assert f"c down since TIME ({reason}" in watched.said
 
@@ -160,7 +162,9 @@ def test_a_lost_replica_that_another_name_replaces_is_missing_no_more():
     watched.join("d", 6)
     assert watched.said == "3 of 3 replicas"
     after = Recoveries()
-    after.restore([decode_value(RecoveryRecord, json.dumps(x.to_json()).encode()) for x in watched.log.kept])
+    after.restore(
+        [decode_value(RecoveryRecord, json.dumps(x.to_json()).encode(), "record") for x in watched.log.kept]
+    )
     watched.log = after
     after.begin(watched.job.record)
     assert watched.said == "3 of 3 replicas", "the next leader knows it too"

@@ -259,7 +259,7 @@ def test_members_that_stop_because_more_are_wanted_have_not_failed():
 
 
 def restored(body):
-    return decode_value(RecoveryRecord, json.dumps(body).encode())
+    return decode_value(RecoveryRecord, json.dumps(body).encode(), "record")
 
 
 def test_a_record_with_thousands_lost_names_some_and_counts_the_rest():
@@ -299,7 +299,7 @@ async def test_a_failure_that_cost_thousands_is_in_the_store(http):
 
         await eventually(kept, "the record to be in the store")
         (entry,) = space.find(folder_of("ns", "recoveries", "job"))[0]
-        found = decode_value(RecoveryRecord, entry.value)
+        found = decode_value(RecoveryRecord, entry.value, "record")
         assert len(found.lost) == NAMED and found.unnamed == {"lost": 10_000 - NAMED, "joined": 0}
         await close_all(members)
 

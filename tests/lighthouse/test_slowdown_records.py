@@ -89,7 +89,7 @@ def test_a_record_comes_back_from_the_store_as_it_was():
     (record,) = slowdowns.observe([replace(SLOW, ranks=(1, 3))], 1, 1, 1.0)
     slowdowns.note("advice", "r1", "fewer micro-batches", 2.0)
     slowdowns.judge("r1", "confirmed")
-    assert decode_value(SlowdownRecord, json.dumps(record.to_json()).encode()) == record
+    assert decode_value(SlowdownRecord, json.dumps(record.to_json()).encode(), "record") == record
     assert record.verdict == "confirmed" and slowdowns.judge("r0", "confirmed") is None
 
 
@@ -97,13 +97,13 @@ def test_the_page_shows_every_field_of_a_record():
     page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
     shown = json.loads(page.split('/slowdowns"\n```\n\n```json\n')[1].split("```")[0])
     assert shown.keys() == SlowdownRecord(1, "r1", "rank", 1.0, 1).to_json().keys()
-    assert decode_value(SlowdownRecord, json.dumps(shown).encode()).to_json() == shown
+    assert decode_value(SlowdownRecord, json.dumps(shown).encode(), "record").to_json() == shown
 
 
 @pytest.mark.parametrize("bad", [b"", b"{}", b"[1]", b'{"id": "x"}'])
 def test_other_bytes_in_the_store_are_refused(bad):
     with pytest.raises(ProtocolError):
-        decode_value(SlowdownRecord, bad)
+        decode_value(SlowdownRecord, bad, "record")
 
 
 def test_a_new_leader_ends_what_an_earlier_one_left_open():

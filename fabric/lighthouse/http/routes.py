@@ -9,7 +9,6 @@ import json
 import signal
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,10 +16,10 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from msgspec import to_builtins
 
-from fabric.errors import ProtocolError, StoreError
+from fabric.errors import ProtocolError
 from fabric.lighthouse.connections.connection import AdmissionQueue
 from fabric.lighthouse.connections.validation import check_name
-from fabric.lighthouse.election import Election, WriteProbe
+from fabric.lighthouse.election import Election, StoreProbe
 from fabric.lighthouse.history.recovery import LaunchReport, RecoveryRecord
 from fabric.lighthouse.history.slowdowns import SlowdownRecord
 from fabric.lighthouse.http import dashboard, websockets
@@ -39,7 +38,6 @@ from fabric.runtime.http.http_service import (
     pages_kept_out,
     query_integer,
 )
-from fabric.store import Store
 
 # The status of each job at the end of this lighthouse's term, for people while no lighthouse leads.
 
@@ -99,40 +97,6 @@ _MAX_ID = 2**62
 _STOPPED_BY = {0, *signal.Signals}
 
 
-@dataclass(slots=True)
-class StoreProbe:
-    """Whether the store answers, asked at most once a second.
-
-    A request waits at most ``patience_s``, because kubelets wait one second; then it gets the last answer."""
-
-    store: Store
-    key: str
-    name: str = ""  # the store's URL, for people
-    every_s: float = 1.0
-    answer_s: float = 1.0
-    patience_s: float = 0.4
-    is_reachable: bool = True
-    asked: float = float("-inf")
-    asking: asyncio.Task[None] | None = None
-
-    async def ask(self) -> bool:
-        if self.asking is None and time.monotonic() - self.asked >= self.every_s:
-            self.asking = asyncio.get_running_loop().create_task(self._ask())
-        if self.asking is not None:
-            await asyncio.wait({self.asking}, timeout=self.patience_s)
-        return self.is_reachable
-
-    async def _ask(self) -> None:
-        is_reachable = False
-        try:
-            with suppress(StoreError, TimeoutError):
-                async with asyncio.timeout(self.answer_s):
-                    await self.store.get(self.key)
-                is_reachable = True
-        finally:
-            self.is_reachable, self.asked, self.asking = is_reachable, time.monotonic(), None
-
-
 @dataclass(frozen=True, slots=True)
 class LighthouseParts:
     """The parts of a lighthouse that routes use."""
@@ -142,7 +106,6 @@ class LighthouseParts:
     metrics: metrics.LighthouseMetrics
     probe: StoreProbe
     admissions: AdmissionQueue = field(default_factory=AdmissionQueue)
-    writes: WriteProbe | None = None
     last: LastPicture = field(default_factory=LastPicture)
 
     def __post_init__(self) -> None:
@@ -282,13 +245,14 @@ class LighthouseRoutes:
         parts, election = self._parts, self._parts.election
         reachable = await parts.probe.ask()
         leader = election.me if parts.leads else election.other
-        refusal = parts.writes.refusal if parts.writes is not None else ""
         return {
-            "ok": reachable and not refusal and (parts.serves if parts.leads else leader is not None),
+            "ok": reachable
+            and not parts.probe.refusal
+            and (parts.serves if parts.leads else leader is not None),
             "is_leader": parts.leads,
             "leader": leader.url if leader else None,
             "store_reachable": reachable,
-            "store_takes_writes": not refusal,
+            "store_takes_writes": not parts.probe.refusal,
             "id": election.me.id,
         }
 

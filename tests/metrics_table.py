@@ -31,7 +31,7 @@ def of_lighthouse() -> str:
     trouble = ReplicaTrouble("r1", "slow", "10.0.0.1", "its rank")
     more = {"ledger": {"training": 1.0}, "slowdowns": {"rank": 1}, "troubles": [trouble]}
     more |= {"failures": [HostFailure("r1", "10.0.0.1", 1, 1.0)]}
-    gauges = JobGauges("job", 1, 1, 1, 1, 1, [absent], 1, 1.0, **more)
+    gauges = JobGauges("job", absent=[absent], recoverable_step=1, recoverable_age_seconds=1.0, **more)
     metrics.observe(lambda: True, lambda: [gauges])
     metrics.recovery(
         "job", RecoveryRecord(1, "death", "", 1, 1.0, epoch_committed=1.1, links_up=1.2, step_committed=1.3)

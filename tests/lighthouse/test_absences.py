@@ -233,7 +233,7 @@ def test_a_scrape_names_a_bounded_number_of_replicas():
     """A scrape of a job that misses 1,000 replicas held the loop for 20 ms."""
     lost = [Absence(f"r{number:04}", DOWN, "gone", 1.0, "h7", False) for number in range(NAMED + 50)]
     metrics = LighthouseMetrics()
-    metrics.observe(lambda: True, lambda: [JobGauges("gpt", 1, 1, 1, 1, len(lost), lost)])
+    metrics.observe(lambda: True, lambda: [JobGauges("gpt", replicas_missing=len(lost), absent=lost)])
     text = metrics.render().decode()
     assert text.count("fabric_lighthouse_replica_down{") == NAMED
     assert f'fabric_lighthouse_replicas_missing{{job="gpt"}} {NAMED + 50}.0' in text

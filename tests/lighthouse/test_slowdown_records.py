@@ -187,16 +187,7 @@ def test_impossible_times_cost_nothing(bad):
 
 def test_slowdowns_are_metrics_of_few_labels():
     metrics = LighthouseMetrics()
-    job = JobGauges(
-        job="gpt",
-        epoch=1,
-        step=1,
-        members=3,
-        sessions=3,
-        slowest_speed=0.5,
-        slowdown_s=12.5,
-        slowdowns={"rank": 2},
-    )
+    job = JobGauges(job="gpt", slowest_speed=0.5, slowdown_s=12.5, slowdowns={"rank": 2})
     metrics.observe(lambda: True, lambda: [job])
     families = {x.name: x.samples for x in text_string_to_metric_families(metrics.render().decode())}
     assert families["fabric_lighthouse_slowest_speed"][0].value == 0.5

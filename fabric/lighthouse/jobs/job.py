@@ -350,16 +350,16 @@ class Job:
         ledger, left_by = self.look_at_ledger().seconds, self.history.left_by
         seen = [p.seen for x in roster if (p := core.state.liveness.peers.get(x.replica)) is not None]
         return JobGauges(
-            heartbeat_age_s=self.now - min(seen, default=self.now),
+            heartbeat_age_seconds=self.now - min(seen, default=self.now),
             ledger=ledger,
-            left_by=left_by,
-            is_complete=self.is_complete,
-            has_failed=record is not None and bool(record.failed),
+            left_by_signal=left_by,
+            job_complete=self.is_complete,
+            job_failed=record is not None and bool(record.failed),
             job=self.name,
             epoch=record.epoch if record else 0,
-            step=core.state.top_step(),
+            steps=core.state.top_step(),
             members=len(record.roster) if record else 0,
-            missing=missing
+            replicas_missing=missing
             if (record or absent) and not (self.is_complete or core.endings.refused_for or left_by)
             else 0,
             absent=absent,
@@ -367,7 +367,7 @@ class Job:
             failures=core.evidence.recent,
             sessions=len(self.connections.sessions),
             recoverable_step=None if state is None else state["step"],
-            recoverable_age_s=None if state is None else state["age_s"],
+            recoverable_age_seconds=None if state is None else state["age_s"],
             slow_replicas=len(self.slowness.slow),
             slowest_speed=self.slowness.slowest_speed,
             slowdown_s=self.history.slowdowns.total_s,

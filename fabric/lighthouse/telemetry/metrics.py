@@ -5,7 +5,8 @@ A registry of its own keeps metrics of the process and of other libraries out.
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,30 +34,39 @@ class ReplicaTrouble:
     why: str
 
 
+def _gauge(text: str, default: float | None = 0) -> Any:
+    """Return the field of a gauge that has the field's name; ``text``: its description."""
+    return field(default=default, metadata={"text": text})
+
+
 @dataclass(frozen=True, slots=True)
 class JobGauges:
-    """The present values of one job. ``recoverable``: the freshest state that checkpoint servers hold, or
-    None. ``heartbeat_age_s``: the age of the oldest of the members' newest heartbeats. ``ledger``: seconds by
-    state."""
+    """The present values of one job. A gauge is left out while its value is None."""
 
     job: str
-    epoch: int
-    step: int
-    members: int
-    sessions: int
-    missing: int = 0  # how many replicas fewer train than the job wants
+    sessions: int = _gauge("Open sessions of trainers.")
+    members: int = _gauge("Members of the roster.")
+    replicas_missing: int = _gauge("Replicas fewer than the job wants.")
+    epoch: int = _gauge("The epoch in force.")
+    steps: int = _gauge("The highest committed step.")
+    recoverable_step: int | None = _gauge("Step of the freshest recoverable state.", None)
+    recoverable_age_seconds: float | None = _gauge("Age of the freshest recoverable state.", None)
+    heartbeat_age_seconds: float = _gauge("Since the member that has been silent for longest was heard.")
+    job_complete: bool = _gauge("1 when the job has finished.")
+    job_failed: bool = _gauge("1 while the job waits for a person to mend it.")
+    left_by_signal: int = _gauge(
+        "The signal that has ended all launchers, 2 for Ctrl-C; 0 for a job that may train."
+    )
+    slow_replicas: int = _gauge(
+        "Replicas that are slow, or whose link to the next replica is; 1 where the whole job is slow."
+    )
+    slowest_speed: float = _gauge(
+        "Speed of the slowest replica relative to its equals; 1 where none is slow.", 1
+    )
     absent: Sequence[Absence] = ()
-    recoverable_step: int | None = None
-    recoverable_age_s: float | None = None
-    heartbeat_age_s: float = 0.0
-    ledger: Mapping[str, float] = field(default_factory=dict)
-    is_complete: bool = False
-    has_failed: bool = False
-    left_by: int = 0  # the signal that has ended all launchers; 0: a replica may train
+    ledger: Mapping[str, float] = field(default_factory=dict)  # seconds by state
     troubles: Sequence[ReplicaTrouble] = ()
     failures: Sequence[HostFailure] = ()  # that count for a penalty now
-    slow_replicas: int = 0
-    slowest_speed: float = 1.0  # of the slow replicas, relative to their equals; 1: none is slow
     slowdown_s: float = 0.0  # seconds by which slow replicas have made steps longer
     slowdowns: Mapping[str, int] = field(default_factory=dict)  # scope -> number of slowdowns
 
@@ -146,44 +156,6 @@ class LighthouseMetrics:
         return generate_latest(self._registry)
 
 
-# Name, description and value of every gauge that a job has.
-_OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
-    ("sessions", "Open sessions of trainers.", lambda job: job.sessions),
-    ("members", "Members of the roster.", lambda job: job.members),
-    ("replicas_missing", "Replicas fewer than the job wants.", lambda job: job.missing),
-    ("epoch", "The epoch in force.", lambda job: job.epoch),
-    ("steps", "The highest committed step.", lambda job: job.step),
-    ("recoverable_step", "Step of the freshest recoverable state.", lambda job: job.recoverable_step),
-    (
-        "recoverable_age_seconds",
-        "Age of the freshest recoverable state.",
-        lambda job: job.recoverable_age_s,
-    ),
-    (
-        "heartbeat_age_seconds",
-        "Since the member that has been silent for longest was heard.",
-        lambda job: job.heartbeat_age_s,
-    ),
-    ("job_complete", "1 when the job has finished.", lambda job: float(job.is_complete)),
-    ("job_failed", "1 while the job waits for a person to mend it.", lambda job: float(job.has_failed)),
-    (
-        "left_by_signal",
-        "The signal that has ended all launchers, 2 for Ctrl-C; 0 for a job that may train.",
-        lambda job: job.left_by,
-    ),
-    (
-        "slow_replicas",
-        "Replicas that are slow, or whose link to the next replica is; 1 where the whole job is slow.",
-        lambda job: job.slow_replicas,
-    ),
-    (
-        "slowest_speed",
-        "Speed of the slowest replica relative to its equals; 1 where none is slow.",
-        lambda job: job.slowest_speed,
-    ),
-)
-
-
 class _Gauges(Collector):
     """Reads the state at the time of the scrape."""
 
@@ -196,12 +168,13 @@ class _Gauges(Collector):
         leader.add_metric([], float(self._is_leader()))
         yield leader
         jobs = list(self._jobs())
-        for name, text, value_of in _OF_A_JOB:
-            family = GaugeMetricFamily(_PREFIX + name, text, labels=["job"])
-            for job in jobs:
-                if (value := value_of(job)) is not None:
-                    family.add_metric([job.job], value)
-            yield family
+        for gauge in fields(JobGauges):
+            if "text" in gauge.metadata:
+                family = GaugeMetricFamily(_PREFIX + gauge.name, gauge.metadata["text"], labels=["job"])
+                for job in jobs:
+                    if (value := getattr(job, gauge.name)) is not None:
+                        family.add_metric([job.job], float(value))
+                yield family
         yield _labelled(
             "replica_down",
             f"1 for each lost replica without a live process, {NAMED} at most; why is the reason.",

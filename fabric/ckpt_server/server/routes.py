@@ -40,7 +40,7 @@ from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, Slot
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Compressor, choose
 from fabric.ckpt_server.wire.compression import PIECE_BYTES as WORK_BYTES
-from fabric.errors import FabricError, ProtocolError, Refused
+from fabric.errors import ProtocolError, Refused
 from fabric.runtime.http.http_service import (
     STALL_S,
     bearer_required,
@@ -61,24 +61,14 @@ from fabric.runtime.priority import lower_priority
 _RANGE = re.compile(r"bytes=\s*(\d{0,19})-(\d{0,19})", re.ASCII | re.IGNORECASE)
 
 
-class Unsatisfiable(FabricError):
-    """The range begins behind the last byte; ``nbytes`` is the size of the content."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(f"the range has none of the {nbytes} bytes there are: begin below {nbytes}")
-        self.nbytes = nbytes
-
-
-class PreconditionFailed(FabricError):
-    """If-Match names other content than this server holds."""
-
-
 def check_if_match(header: str | None, tag: str) -> None:
-    """Raises PreconditionFailed unless ``header`` is absent, ``*``, or lists ``tag``."""
+    """Answers 412 unless ``header`` is absent, ``*``, or lists ``tag``."""
     if header is None or header.strip() == "*":
         return
     if tag not in (entry.strip() for entry in header.split(",")):
-        raise PreconditionFailed(f"what is held has the tag {tag}, not the one in If-Match: ask anew")
+        raise web.HTTPPreconditionFailed(
+            text=f"what is held has the tag {tag}, not the one in If-Match: ask anew"
+        )
 
 
 def is_unchanged(header: str | None, tag: str) -> bool:
@@ -93,7 +83,7 @@ def wanted_range(header: str | None, if_range: str | None, tag: str, nbytes: int
     """Return (begin, end) of the bytes that a GET wants, or None for all of them.
 
     Ignores a unit other than bytes, and a range whose If-Range does not match, as the RFC says. Raises
-    ProtocolError for several or malformed ranges, Unsatisfiable for a range without a byte.
+    ProtocolError for several or malformed ranges, and answers 416 for a range without a byte.
     """
     if header is None or (if_range is not None and if_range.strip() != tag):
         return None
@@ -111,7 +101,10 @@ def wanted_range(header: str | None, if_range: str | None, tag: str, nbytes: int
     else:
         begin, end = int(first), min(int(last) + 1, nbytes) if last else nbytes
     if begin >= end:
-        raise Unsatisfiable(nbytes)
+        raise web.HTTPRequestRangeNotSatisfiable(
+            text=f"the range has none of the {nbytes} bytes there are: begin below {nbytes}",
+            headers={"Content-Range": f"bytes */{nbytes}"},
+        )
     return begin, end
 
 
@@ -181,8 +174,8 @@ async def send(
     """Answer ``request`` with the content of ``slot`` or an excerpt, or with the wanted range of it.
 
     The content is compressed if the request accepts that and wants no range. Raises ConnectionResetError when
-    the connection ended early (the slot was withdrawn, the reader left or stalled). Raises
-    PreconditionFailed, Unsatisfiable and ProtocolError for bad headers.
+    the connection ended early (the slot was withdrawn, the reader left or stalled). Refuses bad headers with
+    ProtocolError, 412 or 416.
     """
     is_whole = request.method == "GET" and "Range" not in request.headers
     wanted = choose(request.headers.get("Accept-Encoding")) if is_whole else IDENTITY
@@ -416,10 +409,7 @@ class CkptRoutes:
         with_tensors = query_integer(request, "tensors", low=0, high=1) != 0
         body = content.manifest if with_tensors else content.manifest_without_tensors
         tag = etag(bytes_digest(memoryview(body)))
-        try:
-            check_if_match(request.headers.get("If-Match"), tag)
-        except PreconditionFailed as error:
-            return json_error(412, str(error))
+        check_if_match(request.headers.get("If-Match"), tag)
         if is_unchanged(request.headers.get("If-None-Match"), tag):
             return web.Response(status=304, headers={"ETag": tag})
         headers = {**content.headers, "ETag": tag, "Cache-Control": "no-store"}
@@ -428,7 +418,7 @@ class CkptRoutes:
     @_of_snapshot
     async def data(self, request: web.Request, slot: SharedSlot, _: SlotContent) -> web.StreamResponse:
         """Answer with the snapshot's bytes: a whole safetensors file, or a range of it."""
-        return await self._send(request, slot)
+        return await send(request, slot, self._parts.metrics)
 
     @_of_snapshot
     async def tensor(
@@ -436,11 +426,8 @@ class CkptRoutes:
     ) -> web.StreamResponse:
         """Answer with the little-endian bytes of a tensor, a slice, or a range; headers give dtype and
         shape."""
-        span = _tensor(request, content)
-        if isinstance(span, web.Response):
-            return span
-        excerpt = _excerpt(request, content, span)
-        return excerpt if isinstance(excerpt, web.Response) else await self._send(request, slot, excerpt)
+        excerpt = _excerpt(request, content, _tensor(request, content))
+        return await send(request, slot, self._parts.metrics, excerpt)
 
     @_of_snapshot
     async def blocks(
@@ -455,9 +442,12 @@ class CkptRoutes:
         size, nbytes = content.block_bytes, content.nbytes
         if last * size >= nbytes:
             there = -(-nbytes // size)
-            return json_error(404, f"there is no block {last}: the manifest lists blocks 0 to {there - 1}")
+            raise web.HTTPNotFound(
+                text=f"there is no block {last}: the manifest lists blocks 0 to {there - 1}"
+            )
         begin, end = first * size, min((last + 1) * size, nbytes)
-        return await self._send(request, slot, Excerpt(begin, end - begin, f"-blocks-{first}-{last}"))
+        excerpt = Excerpt(begin, end - begin, f"-blocks-{first}-{last}")
+        return await send(request, slot, self._parts.metrics, excerpt)
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
         """Answer with minimum, maximum, mean, norm and the number of non-finite elements of a tensor."""
@@ -469,10 +459,7 @@ class CkptRoutes:
     async def _statistics(
         self, request: web.Request, slot: SharedSlot, content: SlotContent
     ) -> web.StreamResponse:
-        span = _tensor(request, content)
-        if isinstance(span, web.Response):
-            return span
-        over = threading.Event()
+        span, over = _tensor(request, content), threading.Event()
         with slot.reading(over.set) as view:
             data = view[span.begin : span.end]
             try:
@@ -494,7 +481,7 @@ class CkptRoutes:
         memory = self._parts.memory
         slot = await memory.wait_gradient(step, generation, wait_s)
         if slot is not None:
-            return await self._send(request, slot)
+            return await send(request, slot, self._parts.metrics)
         gone = memory.gradient_is_gone(step, generation)
         why = "is not held any more" if gone else "is not held yet"
         return self._not_held(GRADIENT, f"the gradient of step {step} {why}", gone)
@@ -535,8 +522,6 @@ class CkptRoutes:
         """Answer with torch's recording of the trainer's collectives; ``last``: only this many calls."""
         last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
         answer = await self._ask_trainer("flight")
-        if isinstance(answer, web.Response):
-            return answer
         flight = await asyncio.to_thread(parse_flight, answer.get("recording"))
         if last is not None and isinstance(flight, dict) and isinstance(flight.get("entries"), list):
             flight = {**flight, "entries": flight["entries"][-last:]}
@@ -545,19 +530,17 @@ class CkptRoutes:
     async def exchange(self, request: web.Request) -> web.Response:
         """Answer with the trainer's recording of its newest exchanges with the other replicas."""
         answer = await self._ask_trainer("exchange")
-        if isinstance(answer, web.Response):
-            return answer
         return web.json_response({name: value for name, value in answer.items() if name != "ok"})
 
-    async def _ask_trainer(self, what: str) -> dict[str, Any] | web.Response:
-        """Return the trainer's own answer, or the response that says why there is none."""
+    async def _ask_trainer(self, what: str) -> dict[str, Any]:
+        """Return the trainer's own answer. Answers 504 or 404 where there is none."""
         self._parts.probe.require_process()
         try:
             return await self._parts.probe.ask(what)
         except TrainerSilent as error:
-            return json_error(504, str(error))
+            raise web.HTTPGatewayTimeout(text=str(error)) from error
         except Refused as error:
-            return json_error(404, str(error))
+            raise web.HTTPNotFound(text=str(error)) from error
 
     def find(self, request: web.Request) -> SharedSlot | web.Response:
         """Return the slot of the snapshot that the path names, or a response that no slot holds it."""
@@ -575,16 +558,6 @@ class CkptRoutes:
         available = [c.step for c in self._contents(kind)]
         hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
         return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
-
-    async def _send(
-        self, request: web.Request, slot: SharedSlot, excerpt: Excerpt | None = None
-    ) -> web.StreamResponse:
-        try:
-            return await send(request, slot, self._parts.metrics, excerpt)
-        except Unsatisfiable as error:
-            return json_error(416, str(error), headers={"Content-Range": f"bytes */{error.nbytes}"})
-        except PreconditionFailed as error:
-            return json_error(412, str(error))
 
     def _contents(self, kind: str) -> list[SlotContent]:
         return [slot.content for slot in self._parts.memory.held(kind) if slot.content is not None]
@@ -604,15 +577,15 @@ def _step(request: web.Request) -> int | None:
     raise ProtocolError(f'"{text[:40]}" is no step: give a number or latest')
 
 
-def _tensor(request: web.Request, content: SlotContent) -> TensorSpan | web.Response:
-    """Return the tensor that the path names, or an error response; the name is only looked up."""
+def _tensor(request: web.Request, content: SlotContent) -> TensorSpan:
+    """Return the tensor that the path names, or answer 404; the name is only looked up."""
     name = request.match_info["tensor"]
     span = content.tensors.get(name)
     if span is not None:
         return span
     near = _near(name[:200], content.tensors)
     hint = f"did you mean {', '.join(near)}?" if near else "the manifest lists them"
-    return json_error(404, f"step {content.step} has no tensor {name[:200]}: {hint}")
+    raise web.HTTPNotFound(text=f"step {content.step} has no tensor {name[:200]}: {hint}")
 
 
 def _near(name: str, names: Iterable[str]) -> list[str]:
@@ -625,9 +598,9 @@ def _near(name: str, names: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, ordered[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS], n=3)
 
 
-def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Excerpt | web.Response:
-    """Return the part of the tensor that the request wants. Raises ProtocolError for a slice outside of
-    it."""
+def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Excerpt:
+    """Return the part of the tensor that the request wants. Raises ProtocolError for a slice outside of it;
+    answers 404 where this rank holds nothing of the slice."""
     text, of = request.query.get("slice"), request.query.get("of", "part")
     if of not in ("part", "whole"):
         raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")
@@ -639,8 +612,8 @@ def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Ex
     box = local_part(parse_slice(text, shard.shape), shard, span.shape)
     held = in_whole(tuple((0, size) for size in span.shape), shard)
     if box is None:
-        return json_error(
-            404, f"this rank holds {slice_text(held)} of {span.name[:200]}, nothing of that slice"
+        raise web.HTTPNotFound(
+            text=f"this rank holds {slice_text(held)} of {span.name[:200]}, nothing of that slice"
         )
     excerpt = Excerpt.of_tensor(span, box)
     return replace(excerpt, headers={**excerpt.headers, "X-Fabric-Slice": slice_text(in_whole(box, shard))})

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.lighthouse.history.recovery import Absence, RecoveryRecord
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics, ReplicaTrouble
+from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics, ReplicaTrouble
 from fabric.model import HostFailure
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"

@@ -28,8 +28,7 @@ from fabric.ckpt_server.fetch.http_source import (
     read_exactly,
     refusal,
 )
-from fabric.ckpt_server.format.digest import block_digest, file_digest
-from fabric.ckpt_server.format.manifest import check_manifest, state_digest
+from fabric.ckpt_server.format.manifest import block_digest, check_manifest, file_digest, state_digest
 from fabric.ckpt_server.format.safetensors_file import (
     ELEMENT_BYTES,
     MAX_HEADER_BYTES,
@@ -45,7 +44,7 @@ from fabric.ckpt_server.format.safetensors_file import (
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
 from fabric.protocol.messages.rank_messages import replica_digest
-from fabric.protocol.rules.tensor_region import TensorRegion
+from fabric.protocol.rules.lanes import TensorRegion
 from fabric.runtime.http.lighthouse_client import describe
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile

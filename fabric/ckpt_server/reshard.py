@@ -24,8 +24,7 @@ import torch
 from fabric.ckpt_server.durable.reader import DurableCheckpoint, RankShardFile
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.fetch.multi_source import runs_of
-from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
-from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.format.manifest import BlockDigests, digest_of_blocks, make_manifest
 from fabric.ckpt_server.format.safetensors_file import (
     ALIGNMENT_BYTES,
     ELEMENT_BYTES,
@@ -42,7 +41,7 @@ from fabric.ckpt_server.state.training_state import FORMAT, names_of, parameter_
 from fabric.ckpt_server.state.training_state import parse_description as step_and_tree
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
-from fabric.protocol.rules.tensor_region import TensorRegion
+from fabric.protocol.rules.lanes import TensorRegion
 
 # One rank's file of a state, read block by block as needed: from checkpoint servers or a durable
 # checkpoint.

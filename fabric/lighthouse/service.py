@@ -32,8 +32,7 @@ from fabric.lighthouse.election import (
 from fabric.lighthouse.http.routes import LighthouseParts, make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs.jobs import Jobs, Quotas
-from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
-from fabric.lighthouse.telemetry.traces import Traces
+from fabric.lighthouse.telemetry import LighthouseMetrics, Traces
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.runtime.config import supervisor
 from fabric.runtime.http.http_service import check_exposure, serve, url_host

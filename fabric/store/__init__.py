@@ -1,7 +1,7 @@
 """The control store: a few guarded keys behind one interface, in SQLite or in etcd.
 
 ``base`` has the interface and the values, ``open_store`` turns a URL into a store. The backends are
-``sqlite_file`` (all lighthouses on one machine) and ``etcd`` with ``etcd_http`` and ``etcd_wire``.
+``sqlite_file`` (all lighthouses on one machine) and ``etcd`` with ``etcd_http``.
 """
 
 from dataclasses import replace

@@ -28,8 +28,14 @@ from fabric.ckpt_server.durable.reader import (
 )
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
-from fabric.ckpt_server.format.digest import BLOCK_BYTES, block_digest, bytes_digest, file_digest
-from fabric.ckpt_server.format.manifest import make_manifest, of_rank
+from fabric.ckpt_server.format.manifest import (
+    BLOCK_BYTES,
+    block_digest,
+    bytes_digest,
+    file_digest,
+    make_manifest,
+    of_rank,
+)
 from fabric.ckpt_server.reading import DurableState
 from fabric.ckpt_server.reshard import StoredRankFile
 from fabric.ckpt_server.state.training_state import capture

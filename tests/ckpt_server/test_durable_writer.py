@@ -26,8 +26,7 @@ from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.state.training_state import capture
 from fabric.ckpt_server.wire.channel_protocol import DurableJob
-from fabric.cli.states.inspect import diff, inspect_state
-from fabric.cli.states.pull import pull
+from fabric.cli.states import diff, inspect_state, pull
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.failpoints import Failpoints

@@ -17,8 +17,7 @@ from fabric.ckpt_server.fetch import fetcher as fetcher_module
 from fabric.ckpt_server.fetch import http_source, multi_source
 from fabric.ckpt_server.fetch.http_source import HttpAccess, HttpAddress, HttpConnection
 from fabric.ckpt_server.fetch.multi_source import RangeQueue
-from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
-from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.format.manifest import BlockDigests, digest_of_blocks, make_manifest
 from fabric.client import restore_values
 from fabric.errors import StateError, Unreachable
 from fabric.integrations.torchft import HTTPTransport

@@ -33,8 +33,7 @@ from fabric.ckpt_server.server.slots import SlotTable
 from fabric.ckpt_server.state.training_state import capture
 from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.cli import doctor
-from fabric.cli.states.inspect import inspect_state
-from fabric.cli.states.pull import pull
+from fabric.cli.states import inspect_state, pull
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
 from fabric.client.state import durable_policy

@@ -14,7 +14,7 @@ from fabric.lighthouse.election import Candidate, Election, ElectionHooks, Store
 from fabric.lighthouse.http.routes import LighthouseParts, make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs.jobs import Jobs
-from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
+from fabric.lighthouse.telemetry import LighthouseMetrics
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.runtime.http.http_service import serve

@@ -18,7 +18,7 @@ from fabric.lighthouse.diagnosis.absences import absences, headline
 from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, LaunchReport, Recoveries, RecoveryRecord
 from fabric.lighthouse.http.job_status import _member_view
 from fabric.lighthouse.jobs.job import REFUSED as REFUSED_EVENT
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
+from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics
 from fabric.model import PROTOCOL_VERSION, Policy
 from fabric.protocol.leader import admission
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore

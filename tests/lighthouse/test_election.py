@@ -14,7 +14,7 @@ from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections.connection import NOT_THE_LEADER, MemberConnection
-from fabric.lighthouse.jobs.job_store import record_key
+from fabric.lighthouse.jobs.job_history import record_key
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire

@@ -20,7 +20,7 @@ from fabric.lighthouse.history.recovery import (
     RecoveryRecord,
     ReplicaReturn,
 )
-from fabric.lighthouse.jobs.job_store import folder_of
+from fabric.lighthouse.jobs.job_history import folder_of
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io

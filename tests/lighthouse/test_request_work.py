@@ -113,7 +113,7 @@ def fill(job: Job) -> str:
     drill = job.drills.begin(LONG, LONG, 3, may_lose=True)
     for _ in range(drills._MOST_FAULTS):
         job.drills.inject(drill.id, "stop", "r0", 60.0)
-    for _ in range(job_history.CAPACITY):
+    for _ in range(job_history.MOST_EVENTS):
         job.events.add("kind", 1, "r" * 64, LONG)
     return drill.id
 

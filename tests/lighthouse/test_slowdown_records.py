@@ -19,8 +19,8 @@ from fabric.lighthouse.history.slowdowns import (
     Slowdowns,
     SlowdownState,
 )
-from fabric.lighthouse.jobs.job_store import folder_of
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
+from fabric.lighthouse.jobs.job_history import folder_of
+from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics
 from fabric.model import StepTimes
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages.wire import decode_value

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fabric.cli.status import _slow
 from fabric.lighthouse.diagnosis.slowness import FLOOR_S, SlownessWatch
 from fabric.lighthouse.diagnosis.speed_checks import SpeedVerdict
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
+from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics
 from fabric.model import NOT_LAUNCHED, Base, EarlierStep, Member, OperatorOverrides, Record, StepTimes
 from fabric.protocol.messages.network import Heartbeat
 from fabric.protocol.rules.assignment import apportion

@@ -1,4 +1,4 @@
-"""Finding and reading durable checkpoints: every byte verified, nothing unpickled, no torch.
+"""Durable checkpoints: their files, and finding and reading them, every byte verified, without torch.
 
 A folder is a checkpoint when its marker names the digest of its manifest. All other bytes are verified when
 they are read: a rank shard's description against the manifest, and each block and the whole file against the
@@ -14,8 +14,14 @@ from typing import Any
 import xxhash
 
 from fabric.ckpt_server.durable.storage import Storage, StorageAway
-from fabric.ckpt_server.format.digest import block_digest, bytes_digest
-from fabric.ckpt_server.format.manifest import DIGEST_DIGITS, check_manifest, is_hex, state_digest
+from fabric.ckpt_server.format.manifest import (
+    DIGEST_DIGITS,
+    block_digest,
+    bytes_digest,
+    check_manifest,
+    is_hex,
+    state_digest,
+)
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES, is_count, parse_json
 from fabric.errors import IntegrityError, StateError
 from fabric.model import SnapshotRef

@@ -27,8 +27,7 @@ from fabric.ckpt_server.durable.reader import (
     rank_shard_name,
 )
 from fabric.ckpt_server.durable.storage import Storage, StorageAway, StorageGone
-from fabric.ckpt_server.format.digest import bytes_digest, file_digest
-from fabric.ckpt_server.format.manifest import state_digest
+from fabric.ckpt_server.format.manifest import bytes_digest, file_digest, state_digest
 from fabric.ckpt_server.format.safetensors_file import canonical_json
 from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.errors import IntegrityError, StateError

@@ -31,7 +31,7 @@ from fabric.ckpt_server.fetch.http_source import (
     SourceRefused,
     refusal,
 )
-from fabric.ckpt_server.format.digest import block_digest
+from fabric.ckpt_server.format.manifest import block_digest
 from fabric.ckpt_server.wire.channel_protocol import (
     LOCAL_ASK_S,
     MAX_FIRST_LINE_BYTES,

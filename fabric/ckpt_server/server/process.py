@@ -27,10 +27,9 @@ from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.routes import CkptContext, make_app
 from fabric.ckpt_server.server.slots import SlotTable
-from fabric.ckpt_server.server.trainer_channel import ServerIdentity, TrainerChannel
 from fabric.ckpt_server.server.trainer_status import StatusSender, StatusSource
 from fabric.ckpt_server.server.trainer_watch import FIRST_TRAINER_S, CrashLog, Lifetime, TrainerWatch
-from fabric.ckpt_server.server.unix_sockets import LocalReadServer
+from fabric.ckpt_server.server.unix_sockets import LocalReadServer, ServerIdentity, TrainerChannel
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, Refused

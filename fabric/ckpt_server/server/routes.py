@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from prometheus_client import Counter
 
-from fabric.ckpt_server.format.digest import bytes_digest, etag
+from fabric.ckpt_server.format.manifest import bytes_digest, etag
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.format.tensor_slices import (
     SliceBounds,

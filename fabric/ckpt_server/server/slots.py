@@ -25,8 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fabric.ckpt_server.format.digest import SEAL, seal
-from fabric.ckpt_server.format.manifest import check_manifest, state_digest
+from fabric.ckpt_server.format.manifest import SEAL, check_manifest, seal, state_digest
 from fabric.ckpt_server.format.safetensors_file import FileHeader, TensorSpan, read_header
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
 from fabric.ckpt_server.wire import gradient_index

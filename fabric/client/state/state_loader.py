@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from fabric.ckpt_server.fetch.fetcher import FetchResult, StateFetcher
-from fabric.ckpt_server.format.digest import file_digest
-from fabric.ckpt_server.format.manifest import state_digest
+from fabric.ckpt_server.format.manifest import file_digest, state_digest
 from fabric.ckpt_server.format.safetensors_file import read_preamble
 from fabric.ckpt_server.reshard import (
     Layout,

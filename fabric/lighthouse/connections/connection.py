@@ -1,4 +1,4 @@
-"""One member's WebSocket as a job uses it: a write returns at once.
+"""The connections of members: their admission, their layouts, and writes that return at once.
 
 Thousands of sessions get the same message, so the job encodes it once and passes the bytes to the transport.
 The queue for a member that does not read is bounded. A connection is cut if its queue exceeds the bound, or

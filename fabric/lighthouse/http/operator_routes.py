@@ -1,4 +1,6 @@
-"""Operator commands over HTTP: each names its author and reason, and each is safe to repeat.
+"""Orders over HTTP: operator commands, and the drill of a running job.
+
+Each command names its author and reason, and is safe to repeat.
 
 An impossible command is refused and changes nothing; the core's ``objection`` says why. Drain and evict are
 answered with 202 when the leader has accepted them. Pause, resume, scale and admit stay in force until
@@ -8,18 +10,22 @@ lighthouse leads.
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
-from fabric.errors import ProtocolError, Refused, StoreUnavailable
-from fabric.lighthouse.connections.validation import check_name
+from fabric.errors import ProtocolError, Refused, StoreUnavailable, Unauthorized
+from fabric.lighthouse.connections.validation import check_name, cleaned
+from fabric.lighthouse.http.tokens import DRILL_PATH, NO_RIGHT, Tokens
+from fabric.lighthouse.jobs.drills import MOST_SECONDS, AskingInjector, Drills
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.model import counted
 from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.messages import leader_events as io
 from fabric.runtime.config import ADAPT_MODES
+from fabric.runtime.drill_orders import proof_of
 from fabric.runtime.http.http_service import Handler, read_body
 
 KEPT_WITHIN_S = 4.0
@@ -200,3 +206,147 @@ def _count(body: dict[str, Any], name: str, most: int) -> int | None:
             f'"{name}" must be a count of replicas from 0 to {most}, this lighthouse\'s --max-replicas'
         )
     return value
+
+
+# The drill of a running job over HTTP: operators order faults, and the trainers' injectors ask for them.
+#
+# An operator needs the token with the right to drill. An injector shows its job's token, as its trainer
+# does.
+
+
+# An injector's request is kept open at most for this time.
+_MOST_WAIT_S = 10.0
+
+ShortText = Annotated[str, msgspec.Meta(max_length=500)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+B = TypeVar("B", bound=msgspec.Struct)
+Action = Callable[[Drills, Any], object]
+
+
+class _InjectorRequest(msgspec.Struct):
+    replica: Name
+    id: Name
+    pid: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+    host: ShortText
+    restarts: bool
+    gone: bool = False
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_WAIT_S)] = 0.0
+    drill: ShortText = ""
+    nonce: ShortText = ""  # the answer proves that its writer has heard it
+    reports: Annotated[dict[str, dict[str, ShortText]], msgspec.Meta(max_length=1000)] = {}
+
+
+class _FaultRequest(msgspec.Struct):
+    drill: Name
+    fault: Name
+    replica: Name
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)] = 0.0
+    point: ShortText = ""
+
+
+class _EndRequest(msgspec.Struct):
+    drill: Name
+    number: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _DrillRequest(msgspec.Struct):
+    drill: Name
+
+
+def add_drills(app: web.Application, jobs: Callable[[], Jobs], tokens: Tokens) -> None:
+    """``/v1/jobs/{job}/drill`` and the paths below it, and ``/v1/jobs/{job}/injector``."""
+    orders: dict[str, tuple[type[msgspec.Struct], Action]] = {
+        "renew": (_DrillRequest, lambda drills, asked: drills.renew(asked.drill)),
+        "fault": (
+            _FaultRequest,
+            lambda drills, x: drills.inject(
+                x.drill, cleaned(x.fault), check_name("replica", x.replica), x.seconds, cleaned(x.point)
+            ),
+        ),
+        "end-fault": (_EndRequest, lambda drills, asked: drills.end_fault(asked.drill, asked.number)),
+        "end": (_DrillRequest, lambda drills, asked: drills.end(asked.drill)),
+    }
+    app.router.add_get(DRILL_PATH, _show(jobs))
+    app.router.add_post(DRILL_PATH, _begin(jobs, tokens))
+    for name, (kind, action) in orders.items():
+        app.router.add_post(f"{DRILL_PATH}/{name}", _drill_order(jobs, tokens, kind, action))
+    app.router.add_post("/v1/jobs/{job}/injector", _injector(jobs, tokens))
+
+
+def _show(jobs: Callable[[], Jobs]) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response(find_job(jobs(), request).drills.as_json())
+
+    return handle
+
+
+def _begin(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        await _check_right(request, tokens)
+        body = await body_of(request, '{"who": "me", "why": "weekly"}')
+        who, why, may_lose = text_of(body, "who"), text_of(body, "why"), body.get("yes_lose_it", False)
+        job = find_job(jobs(), request)
+        record = job.core.state.record
+        job.drills.begin(who, why, len(record.roster) if record else 0, may_lose=may_lose is True)
+        return web.json_response(job.drills.as_json())
+
+    return handle
+
+
+def _drill_order(
+    jobs: Callable[[], Jobs], tokens: Tokens, kind: type[msgspec.Struct], action: Action
+) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        await _check_right(request, tokens)
+        asked = _decoded(await read_body(request), kind)
+        job = find_job(jobs(), request)
+        action(job.drills, asked)
+        return web.json_response(job.drills.as_json())
+
+    return handle
+
+
+def _injector(jobs: Callable[[], Jobs], tokens: Tokens) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked = _decoded(await read_body(request), _InjectorRequest)
+        job = find_job(jobs(), request)
+        drills = job.drills
+        reports = {
+            int(number): {name: cleaned(text) for name, text in report.items()}
+            for number, report in asked.reports.items()
+            if number.isdecimal() and len(number) < 10
+        }
+
+        def ask() -> dict[str, Any]:
+            injector = AskingInjector(
+                check_name("replica", asked.replica),
+                cleaned(asked.id),
+                asked.pid,
+                cleaned(asked.host),
+                asked.restarts,
+                job.now,
+            )
+            return drills.ask(injector, asked.drill, reports, is_gone=asked.gone)
+
+        answer = ask()
+        if asked.wait_s and not answer["faults"]:
+            await drills.wait_changed(asked.wait_s)
+            answer = ask()
+        proofs = [proof_of(key, asked.nonce, answer) for key in tokens.order_keys(request.match_info["job"])]
+        return web.json_response({**answer, "proofs": proofs})
+
+    return handle
+
+
+async def _check_right(request: web.Request, tokens: Tokens) -> None:
+    if not await tokens.may_drill(request):
+        raise Unauthorized(NO_RIGHT)
+
+
+def _decoded(data: bytes, kind: type[B]) -> B:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:  # of msgspec too, and bytes that are not UTF-8
+        raise ProtocolError(
+            f"this request of a drill cannot be read ({error}): use a drill of this version"
+        ) from error

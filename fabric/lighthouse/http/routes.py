@@ -23,14 +23,13 @@ from fabric.lighthouse.election import Election, StoreProbe
 from fabric.lighthouse.history.recovery import LaunchReport, RecoveryRecord
 from fabric.lighthouse.history.slowdowns import SlowdownRecord
 from fabric.lighthouse.http import dashboard, websockets
-from fabric.lighthouse.http.drill_routes import add_drills
 from fabric.lighthouse.http.job_status import StatusCache, job_line, job_text
-from fabric.lighthouse.http.operator_routes import add_commands, body_of, find_job, text_of
+from fabric.lighthouse.http.operator_routes import add_commands, add_drills, body_of, find_job, text_of
 from fabric.lighthouse.http.tokens import Tokens, TokenTries, is_in_scope, token_required
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.job_history import PIECE, JobEvent
 from fabric.lighthouse.jobs.jobs import Jobs
-from fabric.lighthouse.telemetry import metrics
+from fabric.lighthouse.telemetry import CONTENT_TYPE, LighthouseMetrics
 from fabric.runtime.http.http_service import (
     Handler,
     errors_as_json,
@@ -103,7 +102,7 @@ class LighthouseParts:
 
     election: Election
     jobs: Jobs
-    metrics: metrics.LighthouseMetrics
+    metrics: LighthouseMetrics
     probe: StoreProbe
     admissions: AdmissionQueue = field(default_factory=AdmissionQueue)
     last: LastPicture = field(default_factory=LastPicture)
@@ -258,7 +257,7 @@ class LighthouseRoutes:
 
     async def scrape(self, request: web.Request) -> web.Response:
         """Answer in Prometheus' text format."""
-        return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
+        return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def list_jobs(self, request: web.Request) -> web.Response:
         """List the jobs, one line each; the line of a job with an unreadable record says so."""

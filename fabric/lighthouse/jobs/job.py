@@ -27,15 +27,28 @@ from fabric.lighthouse.connections.connection import (
 from fabric.lighthouse.diagnosis.absences import absences, counts
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
-from fabric.lighthouse.diagnosis.server_states import CheckpointServers, HeardStatus
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
-from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
+from fabric.lighthouse.diagnosis.status_text import (
+    CheckpointServers,
+    HeardStatus,
+    WaitSentence,
+    no_room,
+    numbers,
+    others,
+    policy_kept,
+)
 from fabric.lighthouse.history.ledger import GoodputLedger
 from fabric.lighthouse.history.recovery import LEFT, Absence, LaunchReport, recoverable
 from fabric.lighthouse.jobs.drills import Drills
-from fabric.lighthouse.jobs.job_history import JobHistory, JobPast, TermContext, entropy
-from fabric.lighthouse.jobs.job_store import Deposed, StoredRecord
-from fabric.lighthouse.telemetry.metrics import JobGauges, ReplicaTrouble
+from fabric.lighthouse.jobs.job_history import (
+    Deposed,
+    JobHistory,
+    JobPast,
+    StoredRecord,
+    TermContext,
+    entropy,
+)
+from fabric.lighthouse.telemetry import JobGauges, ReplicaTrouble
 from fabric.model import Policy, Record
 from fabric.protocol.leader.core import MANY, LeaderCore
 from fabric.protocol.leader.evidence import host_of

@@ -17,10 +17,8 @@ from fabric.lighthouse.connections.validation import MAX_REPLICAS, check_name
 from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
 from fabric.lighthouse.election import Commit, Term
 from fabric.lighthouse.jobs.job import Job
-from fabric.lighthouse.jobs.job_history import JobPast, TermContext
-from fabric.lighthouse.jobs.job_store import StoredRecord, job_of, records_prefix
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
-from fabric.lighthouse.telemetry.traces import Traces
+from fabric.lighthouse.jobs.job_history import JobPast, StoredRecord, TermContext, job_of, records_prefix
+from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics, Traces
 from fabric.model import Record, counted
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.messages import wire

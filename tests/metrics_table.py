@@ -44,8 +44,8 @@ def of_lighthouse() -> str:
 
 def of_checkpoint_server() -> str:
     """Return a scrape of a server that holds a snapshot and a gradient, and has written a checkpoint."""
-    slot = SimpleNamespace(content=SimpleNamespace(step=1, taken=time.monotonic()), capacity=1, kind="")
-    memory: Any = SimpleNamespace(held=lambda _: [slot], slots=list)
+    content = SimpleNamespace(step=1, taken=time.monotonic())
+    memory: Any = SimpleNamespace(contents=lambda _: [content], slots=list)
     durable: Any = SimpleNamespace(newest=SimpleNamespace(step=1), seconds=1.0, failures=0)
     trainer: Any = SimpleNamespace(state="running")
     return CkptMetrics(memory, trainer, durable).render().decode()

@@ -19,7 +19,6 @@ from fabric.ckpt_server.format.tensor_slices import find_shards, parse_slice
 from fabric.ckpt_server.server.debug_probe import parse_dump, parse_flight
 from fabric.ckpt_server.state.training_state import FORMAT as STATE
 from fabric.ckpt_server.state.training_state import parse_description
-from fabric.ckpt_server.wire.channel_protocol import decode_line
 from fabric.cli.drill import read_plan
 from fabric.client.collectives.calls import Call, CallFrame
 from fabric.client.collectives.payload import Payload
@@ -34,6 +33,7 @@ from fabric.lighthouse.http.operator_routes import _decoded, _FaultRequest, _Inj
 from fabric.model import SnapshotRef
 from fabric.plan.failures import phases_of, read_trace
 from fabric.protocol.messages.rank_messages import decode_command, decode_outcome
+from fabric.protocol.messages.wire import decode_line
 from fabric.runtime import config
 from fabric.runtime.drill_orders import PointOrder, read_order
 from fabric.runtime.http.http_service import parse_ports

@@ -31,14 +31,13 @@ from fabric.ckpt_server.wire.channel_protocol import (
     MAX_LINE_BYTES,
     SOCKET_NAME,
     LineBuffer,
-    decode_line,
     encode_line,
 )
 from fabric.ckpt_server.wire.gradient_index import GradientIndex, PublishedGradient
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import Int64, JobEnd, SnapshotRef
-from fabric.protocol.messages.wire import decode_as
+from fabric.protocol.messages.wire import decode_as, decode_line
 from fabric.runtime.private_folder import check_peer, make_private, open_private, socket_path
 from fabric.runtime.process_environment import outliving_environment
 

@@ -36,13 +36,13 @@ from fabric.ckpt_server.wire.channel_protocol import (
     LOCAL_ASK_S,
     MAX_FIRST_LINE_BYTES,
     LineBuffer,
-    decode_line,
     encode_line,
     local_socket_name,
 )
 from fabric.ckpt_server.wire.compression import IDENTITY, SHUFFLE, decompress
 from fabric.errors import FabricError, Gone, IntegrityError, ProtocolError, Refused, StateError
 from fabric.model import SnapshotRef
+from fabric.protocol.messages.wire import decode_line
 from fabric.runtime.priority import lower_priority
 from fabric.runtime.private_folder import peer_of
 

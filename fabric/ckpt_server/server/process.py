@@ -16,6 +16,7 @@ import secrets
 import shutil
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from fabric.ckpt_server.server.debug_probe import DebugProbe
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.routes import CkptContext, make_app
-from fabric.ckpt_server.server.slots import SlotTable
+from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.server.trainer_status import StatusSender, StatusSource
 from fabric.ckpt_server.server.trainer_watch import FIRST_TRAINER_S, CrashLog, Lifetime, TrainerWatch
 from fabric.ckpt_server.server.unix_sockets import LocalReadServer, ServerIdentity, TrainerChannel
@@ -224,20 +225,20 @@ def _status_sender(parts: _ServerParts, identity: ServerIdentity) -> StatusSende
     crash_log = CrashLog(slots, trainer)
 
     def compose(number: int) -> TrainerStatus:
-        state = trainer.state
+        state, held, now = trainer.state, slots.contents(SNAPSHOT), time.monotonic()
         return TrainerStatus(
             replica=settings.replica,
             incarnation=trainer.incarnation,
             trainer=state,
             number=number,
             ckpt=identity.url + (f"#{settings.rank}" if settings.rank else ""),
-            snapshots=slots.snapshot_refs(),
+            snapshots=tuple(content.ref for content in held),
             deaths=crash_log.seen(state),
             rank=settings.rank,
-            ages_s=slots.snapshot_ages_s(),
+            ages_s=tuple(round(now - content.taken, 3) for content in held),
             durable=(durable.newest,) if durable.newest is not None else (),
             durable_error=durable.error,
-            parts=slots.snapshot_parts(),
+            parts=tuple(content.parts for content in held),
             ended=trainer.ended,
         )
 

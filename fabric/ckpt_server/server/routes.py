@@ -555,16 +555,13 @@ class CkptRoutes:
         return self._not_held(SNAPSHOT, asked, gone=step is not None)
 
     def _not_held(self, kind: str, sentence: str, gone: bool) -> web.Response:
-        available = [c.step for c in self._contents(kind)]
+        available = [c.step for c in self._parts.memory.contents(kind)]
         hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
         return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
 
-    def _contents(self, kind: str) -> list[SlotContent]:
-        return [slot.content for slot in self._parts.memory.held(kind) if slot.content is not None]
-
     def _listing(self, kind: str) -> list[dict[str, object]]:
         now = time.monotonic()
-        return [{**c.entry, "age_s": round(now - c.taken, 3)} for c in self._contents(kind)]
+        return [{**c.entry, "age_s": round(now - c.taken, 3)} for c in self._parts.memory.contents(kind)]
 
 
 def _step(request: web.Request) -> int | None:

@@ -68,6 +68,11 @@ class SlotContent:
     parts: int = 1  # the number of ranks whose parts make the state
 
     @property
+    def ref(self) -> SnapshotRef:
+        """The state, as a joining replica asks for it."""
+        return SnapshotRef(self.generation, self.step, self.state)
+
+    @property
     def order(self) -> tuple[int, int]:
         """A key by which newer content compares greater."""
         return self.generation, self.step
@@ -472,21 +477,9 @@ class SlotTable:
                 return slot
         return None
 
-    def snapshot_refs(self) -> tuple[SnapshotRef, ...]:
-        """Return the snapshots that this server can give to a joining replica."""
-        contents = [slot.content for slot in self.held(SNAPSHOT)]
-        return tuple(SnapshotRef(c.generation, c.step, c.state) for c in contents if c is not None)
-
-    def snapshot_parts(self) -> tuple[int, ...]:
-        """Return the number of ranks of each of ``snapshot_refs``."""
-        contents = [slot.content for slot in self.held(SNAPSHOT)]
-        return tuple(c.parts for c in contents if c is not None)
-
-    def snapshot_ages_s(self) -> tuple[float, ...]:
-        """Return the age of each of ``snapshot_refs``: the time since it was the trainer's state."""
-        now = time.monotonic()
-        contents = [slot.content for slot in self.held(SNAPSHOT)]
-        return tuple(round(now - c.taken, 3) for c in contents if c is not None)
+    def contents(self, kind: str) -> list[SlotContent]:
+        """Return the published content of ``kind``, oldest first."""
+        return [slot.content for slot in self.held(kind) if slot.content is not None]
 
     def gradient_is_gone(self, step: int, generation: int | None) -> bool:
         """Whether a gradient of this step or later was published, so that waiting is of no use."""

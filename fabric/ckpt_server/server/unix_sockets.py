@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
@@ -36,13 +36,12 @@ from fabric.ckpt_server.wire.channel_protocol import (
     MAX_LINE_BYTES,
     DurableJob,
     LineBuffer,
-    decode_line,
     encode_line,
     local_socket_name,
 )
 from fabric.errors import FabricError, Gone, ProtocolError, Refused
 from fabric.model import Int64, JobEnd
-from fabric.protocol.messages.wire import decode_as
+from fabric.protocol.messages.wire import decode_as, decode_line
 from fabric.runtime.http.http_service import check_bearer
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.private_folder import peer_of
@@ -410,18 +409,15 @@ class TrainerChannel:
             self._current.shut()
         self._current = connection
         self._lifetime.trainer_came()
-        snapshots = [
-            {"generation": ref.generation, "step": ref.step, "digest": ref.digest}
-            for ref in self._memory.snapshot_refs()
-        ]
+        held = self._memory.contents(SNAPSHOT)
         slots = [slot.index for slot in self._memory.held(SNAPSHOT)]
         return _success(
             url=identity.url,
             pid=os.getpid(),
             instance=identity.instance,
-            snapshots=snapshots,
+            snapshots=[asdict(content.ref) for content in held],
             slots=slots,
-            parts=self._memory.snapshot_parts(),
+            parts=[content.parts for content in held],
         )
 
     async def _allocate(self, body: dict[str, Any]) -> Response:

@@ -9,7 +9,6 @@ import json
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import xxhash
 
@@ -88,17 +87,6 @@ def encode_line(body: Mapping[str, object]) -> bytes:
     if len(line) > MAX_LINE_BYTES:
         raise ProtocolError(f"a line of {len(line)} bytes is over the limit of {MAX_LINE_BYTES}: send less")
     return line
-
-
-def decode_line(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``line``. Raises ProtocolError for any other line."""
-    try:
-        body = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"this line is not JSON ({error}): send one JSON object per line") from error
-    if not isinstance(body, dict):
-        raise ProtocolError("this line is not a JSON object: send one JSON object per line")
-    return body
 
 
 def local_socket_name(place: str) -> str:

@@ -57,12 +57,7 @@ class LastPicture:
         if not jobs.by_name:
             return
         date = {"as_of": time.time(), "not_led_because": reason}
-        term = election.term
-        where = {
-            "lighthouse": {**asdict(election.me), "term": term.revision if term else 0},
-            "store": {"id": term.store_id if term else "", "election_key": election.prefix},
-            "token_for_servers": False,
-        }
+        where = {**_answered_by(election), "token_for_servers": False}
         self._lines = {name: job_line(job) | date for name, job in jobs.by_name.items()}
         self._views = {}
         self._task = asyncio.get_running_loop().create_task(self._describe(dict(jobs.by_name), where))
@@ -85,6 +80,13 @@ class LastPicture:
         if view is None and name in self._lines:
             return None
         return web.json_response(text=view) if view else json_error(404, f"there was no job {name}")
+
+
+def _answered_by(election: Election) -> dict[str, Any]:
+    """Return which lighthouse answers, over which store."""
+    term = election.term
+    revision, store_id = (term.revision, term.store_id) if term is not None else (0, "")
+    return {"lighthouse": {**asdict(election.me), "term": revision}, "store": {"id": store_id}}
 
 
 # Every lighthouse, leader or not, answers these paths without a token: the answers reveal nothing of a job.
@@ -273,14 +275,8 @@ class LighthouseRoutes:
     async def show_job(self, request: web.Request) -> web.Response:
         """Show the status of one job, and which lighthouse answers."""
         job = self._job(request)
-        election = self._parts.election
-        term = election.term
-        store = {"id": term.store_id if term else "", "election_key": term.key if term else election.prefix}
-        more = {
-            "store": store,
-            "token_for_servers": request.get("may_reach_servers", True),
-            "lighthouse": {**asdict(election.me), "term": term.revision if term else 0},
-        }
+        may_reach_servers = request.get("may_reach_servers", True)
+        more = {**_answered_by(self._parts.election), "token_for_servers": may_reach_servers}
         return web.json_response(text=await job_text(job, more))
 
     async def events(self, request: web.Request) -> web.StreamResponse:

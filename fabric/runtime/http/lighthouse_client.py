@@ -1,7 +1,6 @@
 """The client of the lighthouses: it dials one with the job's token, and follows a redirect to the leader."""
 
 import asyncio
-import ipaddress
 import json
 import re
 import socket
@@ -18,6 +17,7 @@ from yarl import URL
 
 from fabric.errors import FabricError, ProtocolError, Refused, Unauthorized, Unreachable
 from fabric.runtime.drill_orders import signed_request
+from fabric.runtime.http.connection_limit import parse_address
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.logs import printable
@@ -149,7 +149,7 @@ def _belongs(host: str, given: str) -> bool:
     host, given = host.lower().rstrip("."), given.lower().rstrip(".")
     if host == given or (_is_loopback(host) and _is_loopback(given)):
         return True
-    if _is_address(host) or _is_address(given):
+    if parse_address(host) is not None or parse_address(given) is not None:
         return False
     domain = given.partition(".")[2]
     return host.endswith(f".{given}") or ("." in domain and host.endswith(f".{domain}"))
@@ -165,7 +165,7 @@ async def _is_at(host: str, given: Sequence[str]) -> bool:
 
 
 async def _addresses(host: str) -> set[str]:
-    if _is_address(host):
+    if parse_address(host) is not None:
         return {host}
     try:
         entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -174,16 +174,9 @@ async def _addresses(host: str) -> set[str]:
     return {str(entry[4][0]) for entry in entries}
 
 
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def _is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    address = parse_address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 class LighthouseDialer:
@@ -282,7 +275,7 @@ class Lighthouses:
     ) -> Any:
         try:
             async with self.open(path, body, total_s=_TIMEOUT_S) as answer:
-                return parse(await _bounded(answer))
+                return parse(await read_bounded(answer))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
             raise Unreachable(
                 f"the lighthouse broke off in the midst of its answer ({error or 'too slow'}): ask again"
@@ -324,7 +317,7 @@ class Lighthouses:
 async def _check(answer: aiohttp.ClientResponse) -> None:
     """Raise the lighthouse's refusal, or ValueError where the answer is not a lighthouse's."""
     if answer.status not in (200, 202):
-        raise _refusal(answer.status, await _bounded(answer))
+        raise _refusal(answer.status, await read_bounded(answer))
     if answer.content_type not in ("application/json", "application/x-ndjson"):
         answer.close()
         raise ValueError("no JSON")
@@ -334,9 +327,10 @@ def _json_lines(data: bytes) -> list[Any]:
     return [json.loads(line) for line in data.splitlines() if line.strip()]
 
 
-async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
+async def read_bounded(answer: aiohttp.ClientResponse, most: int = _MAX_ANSWER_BYTES) -> bytes:
+    """Return the body of an answer; of a longer one at least ``most`` bytes, and at most a MiB more."""
     data = bytearray()
-    while len(data) < _MAX_ANSWER_BYTES and (more := await answer.content.read(1 << 20)):
+    while len(data) < most and (more := await answer.content.read(1 << 20)):
         data += more
     return bytes(data)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from lighthouse.store_script import KINDS, RECORD, REPLICAS, Fault, LeapingLoop, World
 
-from fabric.lighthouse.election import election
+from fabric.lighthouse import election
 from fabric.lighthouse.jobs import job, job_history, jobs
 from fabric.lighthouse.jobs.job_history import TermContext
 

@@ -13,11 +13,12 @@ from ckpt_server.test_durable_format import objects, write_one
 from server_support import alive, fetch, manifest_of, publish, snapshot_file, wait_for
 
 import fabric.client
-from fabric.ckpt_server.attach import RequestChannel, ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard import Layout
 from fabric.ckpt_server.state.snapshot import CpuCopier
 from fabric.ckpt_server.state.training_state import StateDescriber
+from fabric.ckpt_server.wire.channel_protocol import RequestChannel
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal

@@ -9,13 +9,12 @@ import http.client
 import logging
 import os
 import re
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -32,19 +31,11 @@ from fabric.ckpt_server.fetch.http_source import (
     refusal,
 )
 from fabric.ckpt_server.format.manifest import block_digest
-from fabric.ckpt_server.wire.channel_protocol import (
-    LOCAL_ASK_S,
-    MAX_FIRST_LINE_BYTES,
-    LineBuffer,
-    encode_line,
-    local_socket_name,
-)
+from fabric.ckpt_server.wire.channel_protocol import LOCAL_ASK_S, RequestChannel, close_all, local_socket_name
 from fabric.ckpt_server.wire.compression import IDENTITY, SHUFFLE, decompress
-from fabric.errors import FabricError, Gone, IntegrityError, ProtocolError, Refused, StateError
+from fabric.errors import FabricError, Gone, IntegrityError, ProtocolError, StateError
 from fabric.model import SnapshotRef
-from fabric.protocol.messages.wire import decode_line
 from fabric.runtime.priority import lower_priority
-from fabric.runtime.private_folder import peer_of
 
 # A snapshot read out of the memory of a checkpoint server on this host, not over the network.
 #
@@ -54,15 +45,12 @@ from fabric.runtime.private_folder import peer_of
 # later may be of another state. So the reader verifies all bytes by the manifest's digests.
 
 
-_SIGN = b"."  # the byte that the reader sends while it reads
-
-
 class HostMemory:
     """The reader's side: one snapshot in the memory of a server on this host. Any thread may read."""
 
-    def __init__(self, connection: socket.socket, descriptor: int) -> None:
-        self._connection = connection
-        self._descriptor = descriptor
+    def __init__(self, channel: RequestChannel, descriptors: list[int]) -> None:
+        self._channel = channel
+        self._descriptors = descriptors  # of the memory; empty after ``close``
 
     @classmethod
     def find(cls, place: str, state: SnapshotRef, token: str, nbytes: int) -> "HostMemory | None":
@@ -70,50 +58,31 @@ class HostMemory:
         None.
 
         The digest in ``state`` is that of the file."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        memory = None
         try:
-            connection.settimeout(LOCAL_ASK_S)
-            connection.connect(local_socket_name(place))
-            if peer_of(connection)[1] != os.geteuid():
-                raise Refused("another user's process listens there")
-            look = {
-                "generation": state.generation,
-                "step": state.step,
-                "digest": state.digest,
-                "token": token,
-            }
-            connection.sendall(encode_line(look))
-            descriptor = _descriptor_from(connection)
-            memory = cls(connection, descriptor)
-            if os.fstat(descriptor).st_size < nbytes:
-                memory.close()
-                return None
-            return memory
+            channel = RequestChannel(local_socket_name(place), f"the server at {place}", LOCAL_ASK_S)
+            memory = cls(channel, [])
+            _, memory._descriptors = channel.ask({**asdict(state), "token": token}, LOCAL_ASK_S)
+            if len(memory._descriptors) == 1 and os.fstat(memory._descriptors[0]).st_size >= nbytes:
+                return memory
         except (OSError, FabricError) as error:
             log.debug("%s is not read from its memory: %s", place, error)
-            connection.close()
-            return None
+        if memory is not None:
+            memory.close()
+        return None
 
     def body(self, begin: int) -> "MemoryBody":
         """Return the bytes from ``begin`` on."""
-        return MemoryBody(self._descriptor, begin)
+        return MemoryBody(self._descriptors[0], begin)
 
     def still_there(self) -> bool:
         """Whether the bytes read so far are of the wanted state; tell the server that we still read."""
-        try:
-            self._connection.send(_SIGN, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except BlockingIOError:  # the server is too busy to read, so it has not withdrawn the slot
-            return True
-        except OSError:
-            return False
-        return True
+        return self._channel.send_sign()
 
     def close(self) -> None:
         """Let the server use the slot again. No thread may be reading."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-        self._connection.close()
+        close_all(self._descriptors)
+        self._channel.close()
 
 
 class MemoryBody:
@@ -131,24 +100,6 @@ class MemoryBody:
             if not count:
                 raise ConnectionError(f"its memory ends {len(into)} bytes too early")
             self._at, into = self._at + count, into[count:]
-
-
-def _descriptor_from(connection: socket.socket) -> int:
-    """Return the descriptor that was sent. Raises OSError or FabricError where there is none."""
-    lines, descriptors = LineBuffer(MAX_FIRST_LINE_BYTES), list[int]()
-    try:
-        while (line := lines.next_line()) is None:
-            data, received, _, _ = socket.recv_fds(connection, 4096, 4)
-            descriptors += received
-            if not data:
-                raise ConnectionResetError("it has closed the connection")
-            lines.feed(data)
-        if decode_line(line).get("ok") is not True or len(descriptors) != 1:
-            raise Refused("it shows nothing")
-        return descriptors.pop()
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 # The blocks of a file that are still to be fetched, and the streams that claim them.

@@ -162,7 +162,7 @@ def test_a_reader_cannot_write(holder):
     memory = HostMemory.find(place(holder), STATE, "", len(FILE))
     assert memory is not None
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.pwrite(memory._descriptor, b"x", 0)
+        os.pwrite(memory._descriptors[0], b"x", 0)
     memory.close()
 
 

@@ -30,7 +30,8 @@ def play(monkeypatch):
         with closing(LeapingLoop()) as loop:
             monkeypatch.setattr(jobs, "TermContext", partial(TermContext, clock=loop.time))
             for module in (job, job_history):
-                monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 1.7e9 + loop.time()))
+                clock = SimpleNamespace(time=lambda: 1.7e9 + loop.time(), monotonic=loop.time)
+                monkeypatch.setattr(module, "time", clock)
             return loop.run_until_complete(run(fault))
 
     yield played

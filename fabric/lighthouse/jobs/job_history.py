@@ -1,4 +1,4 @@
-"""What is kept of a job: its membership record, and for people its events, ledger and records.
+"""The stored state of a job: its membership record, and for people its events, ledger and records.
 
 No decision waits for what is for people. Of these, a record that the store refuses stays in memory.
 """
@@ -296,7 +296,7 @@ _KEEP_LARGE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class JobPast:
-    """What people look up of a job. It outlives a term, and so a short fault of the store."""
+    """The past of a job, for people. It outlives a term, and so a short fault of the store."""
 
     events: EventLog = field(default_factory=EventLog)
     recoveries: Recoveries = field(default_factory=Recoveries)

@@ -23,7 +23,7 @@ if str(TESTS := Path(__file__).resolve().parent.parent / "tests") not in sys.pat
     sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from benchmarks.common import begin, finish, say, table, verdict
-from fabric.lighthouse.gc_tuning import THRESHOLDS
+from fabric.lighthouse.service import THRESHOLDS
 from fabric.model import Policy, Record
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.member.core import MemberCore

@@ -43,9 +43,8 @@ import common
 import numpy as np
 from transfer_workers import BLOCK, GENERATION, KEEP_HEAP, STEP, TransferWorker
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.format.digest import block_digest, file_digest
-from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.attach import ServerHandle
+from fabric.ckpt_server.format.manifest import block_digest, file_digest, make_manifest
 from fabric.ckpt_server.format.safetensors_file import (
     ELEMENT_BYTES,
     TensorEntry,

@@ -131,7 +131,7 @@ class ForkedProcess:
 
 def fork_checkpoint_servers(zygote: str) -> None:
     """From now on the zygote at this address starts the checkpoint servers of this process."""
-    launch = importlib.import_module("fabric.ckpt_server.attach.server_handle")
+    launch = importlib.import_module("fabric.ckpt_server.attach")
 
     def start(command, *, stdout, pass_fds, env, cwd, start_new_session, **_: object) -> ForkedProcess:
         assert command[:2] == [sys.executable, "-m"] and start_new_session, command

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.lighthouse.history.recovery import Absence, RecoveryRecord
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics, ReplicaTrouble
+from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics, ReplicaTrouble
 from fabric.model import HostFailure
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -31,7 +31,7 @@ def of_lighthouse() -> str:
     trouble = ReplicaTrouble("r1", "slow", "10.0.0.1", "its rank")
     more = {"ledger": {"training": 1.0}, "slowdowns": {"rank": 1}, "troubles": [trouble]}
     more |= {"failures": [HostFailure("r1", "10.0.0.1", 1, 1.0)]}
-    gauges = JobGauges("job", 1, 1, 1, 1, 1, [absent], 1, 1.0, **more)
+    gauges = JobGauges("job", absent=[absent], recoverable_step=1, recoverable_age_seconds=1.0, **more)
     metrics.observe(lambda: True, lambda: [gauges])
     metrics.recovery(
         "job", RecoveryRecord(1, "death", "", 1, 1.0, epoch_committed=1.1, links_up=1.2, step_committed=1.3)
@@ -44,8 +44,8 @@ def of_lighthouse() -> str:
 
 def of_checkpoint_server() -> str:
     """Return a scrape of a server that holds a snapshot and a gradient, and has written a checkpoint."""
-    slot = SimpleNamespace(content=SimpleNamespace(step=1, taken=time.monotonic()), capacity=1, kind="")
-    memory: Any = SimpleNamespace(held=lambda _: [slot], slots=list)
+    content = SimpleNamespace(step=1, taken=time.monotonic())
+    memory: Any = SimpleNamespace(contents=lambda _: [content], slots=list)
     durable: Any = SimpleNamespace(newest=SimpleNamespace(step=1), seconds=1.0, failures=0)
     trainer: Any = SimpleNamespace(state="running")
     return CkptMetrics(memory, trainer, durable).render().decode()

@@ -12,15 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fabric.audit.journal import parse_journal
-from fabric.ckpt_server.durable.manifest import FORMAT as DURABLE
-from fabric.ckpt_server.durable.manifest import parse_manifest, parse_rank_shard, rank_shard_name
-from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
-from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.durable.reader import FORMAT as DURABLE
+from fabric.ckpt_server.durable.reader import parse_manifest, parse_rank_shard, rank_shard_name
+from fabric.ckpt_server.format.manifest import BlockDigests, digest_of_blocks, make_manifest
 from fabric.ckpt_server.format.tensor_slices import find_shards, parse_slice
 from fabric.ckpt_server.server.debug_probe import parse_dump, parse_flight
 from fabric.ckpt_server.state.training_state import FORMAT as STATE
 from fabric.ckpt_server.state.training_state import parse_description
-from fabric.ckpt_server.wire.channel_protocol import decode_line
 from fabric.cli.drill import read_plan
 from fabric.client.collectives.calls import Call, CallFrame
 from fabric.client.collectives.payload import Payload
@@ -31,15 +29,15 @@ from fabric.drill.judge.expectations import parse_expectation
 from fabric.errors import FabricError
 from fabric.ftar.device.device_ring import read_offer
 from fabric.lighthouse.diagnosis.rank_probe import ProbeTarget, of_answers
-from fabric.lighthouse.http.drill_routes import _decoded, _FaultRequest, _InjectorRequest
+from fabric.lighthouse.http.operator_routes import _decoded, _FaultRequest, _InjectorRequest
 from fabric.model import SnapshotRef
 from fabric.plan.failures import phases_of, read_trace
 from fabric.protocol.messages.rank_messages import decode_command, decode_outcome
+from fabric.protocol.messages.wire import decode_line
 from fabric.runtime import config
 from fabric.runtime.drill_orders import PointOrder, read_order
 from fabric.runtime.http.http_service import parse_ports
-from fabric.runtime.layout_orders import parse_order
-from fabric.runtime.rank_layout import parse_layout, parse_ranks
+from fabric.runtime.rank_layout import parse_layout, parse_order, parse_ranks
 from fabric.transport.greeting import CHALLENGE_BYTES, Greeting, _proof, read_hello
 from fabric.transport.link import FrameParser
 from fabric.transport.tcp import parse_address

@@ -147,8 +147,7 @@ def lanes(device: str = "cuda", matrices: int = 16, size: int = 2048) -> dict[st
     """GB/s of the copies between a flat gradient and its lanes, beside a replica that cuts each matrix in two
     by rows (long pieces) or by columns (short ones)."""
     from fabric.ftar.lanes import FlatPlaces, RankLanes
-    from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, lanes_of
-    from fabric.protocol.rules.tensor_region import TensorRegion
+    from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion, lanes_of
 
     shape = (size, size)
     halves = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, build_manifest
 from fabric.ckpt_server.state.training_state import capture, restore, verify

@@ -21,9 +21,8 @@ from fabric.collectives.recording import MAX_BYTES, Process, Recording, parse_re
 from fabric.collectives.report import CollectiveReport, explain
 from fabric.errors import ConfigError, Unreachable
 from fabric.lighthouse.diagnosis.rank_probe import main_thread
-from fabric.runtime.http.dial_errors import describe
 from fabric.runtime.http.http_service import read_token
-from fabric.runtime.http.lighthouse_client import understood
+from fabric.runtime.http.lighthouse_client import describe, read_bounded, understood
 from fabric.runtime.http.tls import Tls
 
 # The rank is the last number in the file's name: ``nccl_trace_rank_3``, ``rank3.json``, ``rank3.torch.json``.
@@ -185,12 +184,10 @@ class JobReader:
         base = url.partition("#")[0].rstrip("/")
         try:
             async with client.get(f"{base}/debug/{what}", allow_redirects=False) as answer:
-                data = bytearray()
-                while len(data) <= MAX_BYTES and (more := await answer.content.read(1 << 20)):
-                    data += more
+                data = await read_bounded(answer, MAX_BYTES + 1)
                 if answer.status == 200:
-                    return bytes(data), ""
-                return b"", str(_json(bytes(data)).get("error", f"HTTP {answer.status}"))[:300]
+                    return data, ""
+                return b"", str(_json(data).get("error", f"HTTP {answer.status}"))[:300]
         except TimeoutError:
             return b"", f"its checkpoint server did not answer within {_ASK_S:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -23,9 +23,8 @@ from fabric.cli.lighthouse_options import store_access, store_access_options
 from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.model import printable
 from fabric.runtime.config import Settings, advertised_host, refuse_unknown_variables, settings
-from fabric.runtime.http.dial_errors import describe, permanent_cause
 from fabric.runtime.http.http_service import bind_first_free, parse_ports
-from fabric.runtime.http.lighthouse_client import understood
+from fabric.runtime.http.lighthouse_client import describe, permanent_cause, understood
 from fabric.runtime.system_calls import available_bytes, create_memfd, open_pidfd
 from fabric.store import EtcdAccess, open_store
 

@@ -8,9 +8,8 @@ import click
 import uvloop
 
 from fabric.cli.lighthouse_options import current_tls, store_access, store_access_options
-from fabric.lighthouse.gc_tuning import THRESHOLDS
 from fabric.lighthouse.jobs.jobs import Quotas
-from fabric.lighthouse.service import LighthouseSettings, run
+from fabric.lighthouse.service import THRESHOLDS, LighthouseSettings, run
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.leader.liveness import LivenessConfig

@@ -84,18 +84,18 @@ _GROUPS: dict[str, dict[str, _Command]] = {
     },
     "States": {
         "pull": _Command(
-            "fabric.cli.states.pull:pull",
+            "fabric.cli.states:pull",
             "Fetch a snapshot into a file, verified.",
             "pull http://10.0.0.7:35905 -o state.safetensors --token-file token",
             first=True,
         ),
         "inspect": _Command(
-            "fabric.cli.states.inspect:inspect_state",
+            "fabric.cli.states:inspect_state",
             "Show what is in a state, a file or a URL.",
             "inspect state.safetensors",
         ),
         "diff": _Command(
-            "fabric.cli.states.inspect:diff",
+            "fabric.cli.states:diff",
             "Show where two states differ, files or URLs.",
             "diff state.safetensors http://10.0.0.8:41233 --token-file token",
         ),

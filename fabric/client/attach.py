@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.reshard.relayout import Layout
+from fabric.ckpt_server.reshard import Layout
 from fabric.ckpt_server.state.content_digest import ContentDigests, first_copies
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaCopyStream
 from fabric.ckpt_server.state.training_state import StateDescriber, check_serialisable

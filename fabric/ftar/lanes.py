@@ -20,9 +20,16 @@ from fabric.ftar.buckets import BUCKET_BYTES, lay_out
 from fabric.ftar.plane import DataPlane, Ring
 from fabric.ftar.reduce_ops import SUM, Reduction
 from fabric.model import Member, Record
-from fabric.protocol.rules.lanes import HeldParameter, Lane, Piece, ReplicaLayout, lanes_of, lanes_of_rank
+from fabric.protocol.rules.lanes import (
+    HeldParameter,
+    Lane,
+    Piece,
+    ReplicaLayout,
+    TensorRegion,
+    lanes_of,
+    lanes_of_rank,
+)
 from fabric.protocol.rules.layout_text import read_layout
-from fabric.protocol.rules.tensor_region import TensorRegion
 
 # Which part of each parameter lies in this process, and where those parts lie in a flat gradient.
 

@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fabric.errors import ProtocolError
+from fabric.protocol.messages.wire import decode_line
 from fabric.runtime.failpoints import NAMES
 
 SIGNED = "Drill"  # the scheme of a header Authorization with a proof
 DRILL_SOCKET_NAME = "drill.sock"
 MAX_ORDER_BYTES = 4096
+ADVICE = "use a drill of this version"  # where the other process sends something else
 MOST_SECONDS = 3600.0
 # A drill changes data at these points, or the clock at no point of a step.
 DATA_POINTS = frozenset({"gather", "publish"})
@@ -56,7 +58,7 @@ class PointOrder:
 
 def read_order(line: bytes) -> PointOrder:
     """Invert ``PointOrder.line``. Raises ProtocolError with one sentence."""
-    body = read_line(line)
+    body = decode_line(line, ADVICE)
     try:
         order = PointOrder(**body)
         fits = (
@@ -74,11 +76,10 @@ def read_order(line: bytes) -> PointOrder:
     except TypeError:
         fits = False
     if not fits:
-        raise ProtocolError("this order of a drill has wrong fields: use a drill of this version")
+        raise ProtocolError(f"this order of a drill has wrong fields: {ADVICE}")
     if order.point not in ACTIONS.get(order.action, ()):
         raise ProtocolError(
-            f"this process knows no point {order.point[:40]!r} with action {order.action[:40]!r}: "
-            "use a drill of this version"
+            f"this process knows no point {order.point[:40]!r} with action {order.action[:40]!r}: {ADVICE}"
         )
     return order
 
@@ -104,14 +105,3 @@ def request_proof(token: str, stamp: str, method: str, path: str, body: bytes) -
     """Return the proof that the sender of this request knows ``token``; ``stamp`` is used once."""
     text = f"request {stamp} {method} {path} {hashlib.sha256(body).hexdigest()}"
     return hmac.digest(token.encode(), text.encode(), "sha256").hex()
-
-
-def read_line(line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line. Raises ProtocolError for any other line."""
-    try:
-        body = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"this line is not JSON ({error}): use a drill of this version") from error
-    if not isinstance(body, dict):
-        raise ProtocolError("this line is not a JSON object: use a drill of this version")
-    return body

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from fabric.runtime.clock import seconds_since_boot
+from fabric.runtime.system_calls import seconds_since_boot
 
 EventT = TypeVar("EventT")
 EffectT = TypeVar("EffectT")

@@ -1,4 +1,4 @@
-"""Calls of the Linux kernel: a child that ends with its parent, a process's pidfd, and memory without a name.
+"""Calls of the Linux kernel: the clock, memory, a child that ends with its parent, a process's pidfd.
 
 The seccomp profile of a container, or a sandbox, may forbid these calls. The error then names the call.
 """
@@ -7,10 +7,25 @@ import contextlib
 import ctypes
 import errno
 import os
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from fabric.errors import ConfigError
+
+# The clock of the protocol cores also counts while the machine is suspended; the monotonic clock does not.
+# A member limits its time without a lighthouse by this clock, because the lighthouse counts that time too.
+seconds_since_boot: Callable[[], float] = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+
+
+def boot_id() -> str:
+    """Return the kernel's id of this boot of the machine; empty where the kernel gives none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:64]
+    except OSError:
+        return ""
+
 
 # The memory that this process may still take, by the machine and by its cgroups.
 

@@ -23,7 +23,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.store import etcd_wire
+from fabric.store import etcd_http
 from fabric.store.base import (
     MAX_LISTED_KEYS,
     Compare,
@@ -40,8 +40,7 @@ from fabric.store.base import (
     lease_gone,
     settle_store_id,
 )
-from fabric.store.etcd_http import EtcdAccess, Gateway
-from fabric.store.etcd_wire import GatewayFailure, Json
+from fabric.store.etcd_http import EtcdAccess, Gateway, GatewayFailure, Json
 
 # Keys per page of a list: a page of the largest values stays below the limit on an answer's size.
 PAGE_KEYS = 16
@@ -91,7 +90,7 @@ class EtcdStore:
         return self._store_id
 
     async def get(self, key: str) -> KeyValue | None:
-        entries = etcd_wire.key_values(await self._read(etcd_wire.get_request(key)))
+        entries = etcd_http.key_values(await self._read(etcd_http.get_request(key)))
         return entries[0] if entries else None
 
     async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
@@ -99,10 +98,10 @@ class EtcdStore:
         entries: list[KeyValue] = []
         revision = 0
         while True:
-            answer = await self._read(etcd_wire.list_request(start, end, revision, PAGE_KEYS))
+            answer = await self._read(etcd_http.list_request(start, end, revision, PAGE_KEYS))
             # All pages of a list show the store as it was at the read of the first page.
-            revision = revision or etcd_wire.revision_of(answer)
-            page = etcd_wire.key_values(answer)
+            revision = revision or etcd_http.revision_of(answer)
+            page = etcd_http.key_values(answer)
             entries += page
             if not answer.get("more") or not page:
                 return entries, revision
@@ -115,7 +114,7 @@ class EtcdStore:
     async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
         check_transaction(compares, operations)
         gateway = self._connected()
-        request = etcd_wire.transaction_request(compares, operations, self._store_id)
+        request = etcd_http.transaction_request(compares, operations, self._store_id)
         refusals: list[str] = []
         for endpoint in gateway.in_order():
             try:
@@ -139,7 +138,7 @@ class EtcdStore:
         # etcd counts whole seconds: round up, so that the TTL is never shorter than the caller's TTL.
         request: Json = {"TTL": str(math.ceil(check_ttl(ttl_s)))}
         answer = await self._anywhere("/v3/lease/grant", request, writes=True)
-        lease = Lease(etcd_wire.integer(answer, "ID"), float(etcd_wire.integer(answer, "TTL")))
+        lease = Lease(etcd_http.integer(answer, "ID"), float(etcd_http.integer(answer, "TTL")))
         if not lease.id or lease.ttl_s <= 0:
             raise StoreError("The etcd granted a lease without an id or a TTL: check its version and health.")
         return lease
@@ -148,7 +147,7 @@ class EtcdStore:
         request: Json = {"ID": str(lease_id)}
         answer = await self._anywhere("/v3/lease/keepalive", request, writes=True, missing_is_fine=True)
         result = answer.get("result")
-        ttl_s = etcd_wire.integer(result, "TTL") if isinstance(result, dict) else 0
+        ttl_s = etcd_http.integer(result, "TTL") if isinstance(result, dict) else 0
         if ttl_s <= 0:
             raise lease_gone(lease_id)
         return float(ttl_s)
@@ -196,7 +195,7 @@ class EtcdStore:
         for endpoint, answer in zip(gateway.endpoints, answers, strict=True):
             if isinstance(answer, dict):
                 self._check_cluster(endpoint, answer)
-                warning = etcd_wire.version_warning(answer.get("version"))
+                warning = etcd_http.version_warning(answer.get("version"))
             elif isinstance(answer, GatewayFailure):
                 warning = (
                     f"The endpoint {endpoint} does not tell its status ({answer.text}): make sure that it is "
@@ -216,8 +215,8 @@ class EtcdStore:
 
     async def _watch_once(
         self, gateway: Gateway, endpoint: str, prefix: str, from_revision: int
-    ) -> AsyncGenerator[etcd_wire.WatchAnswer, None]:
-        request = etcd_wire.watch_request(prefix, from_revision)
+    ) -> AsyncGenerator[etcd_http.WatchAnswer, None]:
+        request = etcd_http.watch_request(prefix, from_revision)
         token = gateway.token
         stream = gateway.stream(endpoint, "/v3/watch", request, silence_s=self._watch_silence_s)
         async with aclosing(stream) as results:
@@ -229,7 +228,7 @@ class EtcdStore:
                         raise StoreError(f"The etcd endpoint {endpoint} refused a watch: {result.text}.")
                     raise StoreUnavailable(f"The watch at {endpoint} ended ({result.text}).")
                 self._check_cluster(endpoint, result)
-                answer = etcd_wire.watch_answer(result)
+                answer = etcd_http.watch_answer(result)
                 if answer.compact_revision:
                     raise compacted(prefix, from_revision, answer.compact_revision)
                 if answer.canceled:
@@ -242,7 +241,7 @@ class EtcdStore:
     async def _read(self, request: Json) -> Json:
         floor = self._revision
         answer = await self._anywhere("/v3/kv/range", request, writes=False)
-        revision = etcd_wire.revision_of(answer)
+        revision = etcd_http.revision_of(answer)
         if revision < floor:
             raise StoreError(
                 f"The etcd store went back from revision {floor} to {revision}: it was wiped or restored, "
@@ -273,7 +272,7 @@ class EtcdStore:
             else:
                 if not isinstance(answer, GatewayFailure):
                     return self._check_cluster(endpoint, answer)
-                if answer.code == etcd_wire.NOT_FOUND and missing_is_fine:
+                if answer.code == etcd_http.NOT_FOUND and missing_is_fine:
                     return {}
                 if answer.is_definite and not answer.is_no_leader:
                     raise StoreError(f"The etcd endpoint {endpoint} refused {path}: {answer.text}.")
@@ -286,11 +285,11 @@ class EtcdStore:
     def _outcome(self, endpoint: str, answer: Json) -> int | None:
         self._check_cluster(endpoint, answer)
         try:
-            revision = etcd_wire.revision_of(answer)
+            revision = etcd_http.revision_of(answer)
             if answer.get("succeeded") is True:
                 self._revision = max(self._revision, revision)
                 return revision
-            store_id = etcd_wire.failed_store_id(answer)
+            store_id = etcd_http.failed_store_id(answer)
         except StoreError as error:
             raise StoreIndefinite(f"{error} The transaction may or may not have been applied.") from error
         if self._store_id and store_id != self._store_id.encode():
@@ -304,7 +303,7 @@ class EtcdStore:
         self, endpoint: str, answer: GatewayFailure, operations: Sequence[Operation]
     ) -> StoreError:
         leases = [item.lease for item in operations if isinstance(item, Put) and item.lease]
-        if answer.code == etcd_wire.NOT_FOUND and leases:
+        if answer.code == etcd_http.NOT_FOUND and leases:
             return lease_gone(leases[0])
         if answer.is_definite:
             return StoreError(f"The etcd endpoint {endpoint} refused a transaction: {answer.text}.")

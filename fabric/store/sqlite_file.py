@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.runtime.clock import boot_id
+from fabric.runtime.system_calls import boot_id
 from fabric.store.base import (
     MAX_LISTED_KEYS,
     Compare,

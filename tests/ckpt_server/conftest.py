@@ -8,8 +8,8 @@ import forked_processes
 import pytest
 from server_support import end, start_server
 
-from fabric.ckpt_server.attach import server_handle
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server import attach as handles
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME
 
 Attach = Callable[..., ServerHandle]
@@ -18,11 +18,11 @@ Attach = Callable[..., ServerHandle]
 @pytest.fixture(scope="module", autouse=True)
 def forked_servers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fork the servers of this process; ``test_server_process.py`` starts them as a trainer does."""
-    started_as_usual = server_handle.subprocess
+    started_as_usual = handles.subprocess
     if request.path.name != "test_server_process.py":
         forked_processes.fork_checkpoint_servers(forked_processes.address())
     yield
-    server_handle.subprocess = started_as_usual
+    handles.subprocess = started_as_usual
 
 
 def _end_server(run_dir: Path) -> None:

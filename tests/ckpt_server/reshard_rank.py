@@ -28,11 +28,10 @@ from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.format.manifest import of_rank
-from fabric.ckpt_server.reshard.rank_files import RankFile, ServedRankFile, StoredRankFile
-from fabric.ckpt_server.reshard.relayout import Layout, reshard
+from fabric.ckpt_server.reshard import Layout, RankFile, ServedRankFile, StoredRankFile, reshard
 from fabric.ckpt_server.state.snapshot import CpuCopier, build_manifest
 from fabric.ckpt_server.state.training_state import capture, restore, verify
-from fabric.ckpt_server.wire.durable_job import DurableJob
+from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.failpoints import Failpoints

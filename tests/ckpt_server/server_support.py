@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.format.digest import BLOCK_BYTES, block_digest, file_digest
-from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.attach import ServerHandle
+from fabric.ckpt_server.format.manifest import BLOCK_BYTES, block_digest, file_digest, make_manifest
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.ckpt_server.wire.server_settings import ServerSettings

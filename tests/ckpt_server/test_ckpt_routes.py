@@ -23,7 +23,7 @@ from server_support import (
     snapshot_file,
 )
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 
 # The size is several pieces of a transfer, and no multiple of a piece.
 NBYTES = 9_500_001

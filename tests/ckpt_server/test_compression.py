@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import fetch, manifest_of, publish, publish_gradient
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch import multi_source
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.fetch.multi_source import FAST_BYTES_S, LinkSpeed

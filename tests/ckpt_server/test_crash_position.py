@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-from fabric.ckpt_server.server.crash_position import MARKER_BYTES, CrashLog, encode_marker
 from fabric.ckpt_server.server.slots import CRASH_MARKER, Memfd, SlotTable
-from fabric.ckpt_server.server.trainer_watch import TrainerWatch
+from fabric.ckpt_server.server.trainer_watch import MARKER_BYTES, CrashLog, TrainerWatch, encode_marker
 from fabric.lighthouse.connections.validation import decode_status
 from fabric.model import MAX_MICRO_BATCHES, Death
 from fabric.protocol.messages.network import TrainerStatus

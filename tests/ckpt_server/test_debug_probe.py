@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import ROOT, end, fetch, wait_for
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.server.debug_probe import catches, kernel_threads, parse_dump
 from fabric.ckpt_server.wire.channel_protocol import DEBUG_SOCKET_NAME, STACKS_SIGNAL
 from fabric.runtime.private_folder import socket_path
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 from server_support import start_server
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
 
 folder = Path(sys.argv[1])

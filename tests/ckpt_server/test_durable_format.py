@@ -16,21 +16,31 @@ from safetensors.torch import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fabric.ckpt_server.durable.manifest import MANIFEST, MARKER, Attempt, attempts_to_delete, parse_manifest
 from fabric.ckpt_server.durable.reader import (
+    MANIFEST,
+    MARKER,
+    Attempt,
+    attempts_to_delete,
     find_checkpoint,
     list_checkpoints,
     open_checkpoint,
+    parse_manifest,
 )
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
-from fabric.ckpt_server.format.digest import BLOCK_BYTES, block_digest, bytes_digest, file_digest
-from fabric.ckpt_server.format.manifest import make_manifest, of_rank
-from fabric.ckpt_server.reading.state_source import DurableState
-from fabric.ckpt_server.reshard.rank_files import StoredRankFile
+from fabric.ckpt_server.format.manifest import (
+    BLOCK_BYTES,
+    block_digest,
+    bytes_digest,
+    file_digest,
+    make_manifest,
+    of_rank,
+)
+from fabric.ckpt_server.reading import DurableState
+from fabric.ckpt_server.reshard import StoredRankFile
 from fabric.ckpt_server.state.training_state import capture
 from fabric.ckpt_server.state.training_state import restore as load_state
-from fabric.ckpt_server.wire.durable_job import DurableJob
+from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.errors import FabricError, IntegrityError, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.messages.rank_messages import replica_digest

@@ -17,11 +17,10 @@ from server_support import TOKEN, alive
 
 from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.ckpt_server.server.durable_jobs import DurableJobs, PersistRequest
-from fabric.ckpt_server.server.slot_content import snapshot_content
-from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
+from fabric.ckpt_server.server.durable_jobs import DurableJobs
+from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable, snapshot_content
 from fabric.ckpt_server.state.training_state import capture
-from fabric.ckpt_server.wire.channel_protocol import LOG_NAME
+from fabric.ckpt_server.wire.channel_protocol import LOG_NAME, DurableJob
 from fabric.errors import Refused
 
 DEADLINE_S = 180.0
@@ -210,7 +209,7 @@ def test_a_writer_that_comes_after_its_snapshot_was_withdrawn_gets_no_other_stat
     async def main() -> DurableJobs:
         memory = SlotTable()
         await published(memory, 3)
-        dispatch = DurableJobs("job", "r0", memory)
+        dispatch = DurableJobs(memory)
 
         async def withdraw_first(*arguments, **options):
             await memory.slot(SNAPSHOT, 0).withdraw()
@@ -220,7 +219,7 @@ def test_a_writer_that_comes_after_its_snapshot_was_withdrawn_gets_no_other_stat
             return started[-1]
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", withdraw_first)
-        dispatch.start(PersistRequest(1, 3, str(tmp_path), 1, 3))
+        dispatch.start(DurableJob(str(tmp_path), "job", "r0", 1, generation=1, step=3, keep=3))
         await dispatch.finish()
         memory.close()
         return dispatch
@@ -240,7 +239,7 @@ def outcomes_told(monkeypatch, *outcomes) -> list[tuple[int, str]]:
 
     async def main() -> list[tuple[int, str]]:
         memory, told, waiting = SlotTable(), [], list(outcomes)
-        dispatch = DurableJobs("job", "r0", memory)
+        dispatch = DurableJobs(memory)
         write = dispatch._write
 
         async def scripted(request):
@@ -253,7 +252,7 @@ def outcomes_told(monkeypatch, *outcomes) -> list[tuple[int, str]]:
         monkeypatch.setattr(dispatch, "_write", scripted)
         for step in range(1, len(outcomes) + 1):
             await published(memory, step)
-            dispatch.start(PersistRequest(1, step, "unused", 1, 3))
+            dispatch.start(DurableJob("unused", "job", "r0", 1, generation=1, step=step, keep=3))
             await dispatch.finish()
             told.append((dispatch.failures, dispatch.error))
         memory.close()
@@ -305,8 +304,8 @@ def test_only_a_writer_that_the_server_killed_for_its_memory_is_overtaken(monkey
             return process
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", sleeper)
-        dispatch = DurableJobs("job", "r0", memory)
-        dispatch.start(PersistRequest(1, 3, "unused", 1, 3))
+        dispatch = DurableJobs(memory)
+        dispatch.start(DurableJob("unused", "job", "r0", 1, generation=1, step=3, keep=3))
         await dispatch.finish()
         memory.close()
         return dispatch.error

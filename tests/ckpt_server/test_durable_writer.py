@@ -21,14 +21,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from server_support import ROOT
 
-from fabric.ckpt_server.durable.manifest import MARKER, Attempt
-from fabric.ckpt_server.durable.reader import list_checkpoints
+from fabric.ckpt_server.durable.reader import MARKER, Attempt, list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.state.training_state import capture
-from fabric.ckpt_server.wire.durable_job import DurableJob
-from fabric.cli.states.inspect import diff, inspect_state
-from fabric.cli.states.pull import pull
+from fabric.ckpt_server.wire.channel_protocol import DurableJob
+from fabric.cli.states import diff, inspect_state, pull
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.failpoints import Failpoints

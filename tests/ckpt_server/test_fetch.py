@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.fetch.multi_source import RangeClaim, RangeQueue, streams_per_source
-from fabric.ckpt_server.format.digest import SEAL, digest_of_blocks, seal
+from fabric.ckpt_server.format.manifest import SEAL, digest_of_blocks, seal
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.model import SnapshotRef

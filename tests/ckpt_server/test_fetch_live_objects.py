@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.state.snapshot import CpuCopier, build_manifest
 from fabric.ckpt_server.state.training_state import capture, restore, verify

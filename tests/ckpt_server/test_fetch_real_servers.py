@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from server_support import TOKEN, end, manifest_of, publish, snapshot_file, start_server, trainer_process
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.format.manifest import bytes_digest
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import Gone, StateError
 from fabric.model import SnapshotRef

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import pytest
 from server_support import manifest_of, publish, snapshot_file
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch import multi_source
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.format.manifest import bytes_digest
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import FabricError
 from fabric.model import SnapshotRef

@@ -27,12 +27,11 @@ from server_support import (
     wait_for,
 )
 
-from fabric.ckpt_server.fetch import local_source, multi_source
+from fabric.ckpt_server.fetch import multi_source
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.fetch.http_source import HttpAddress
-from fabric.ckpt_server.fetch.local_source import HostMemory
-from fabric.ckpt_server.server.slot_content import snapshot_content
-from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
+from fabric.ckpt_server.fetch.multi_source import HostMemory
+from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable, snapshot_content
 from fabric.ckpt_server.server.unix_sockets import LocalReadServer
 from fabric.ckpt_server.wire.channel_protocol import LOG_NAME, local_socket_name
 from fabric.errors import Gone, IntegrityError, StateError
@@ -135,14 +134,14 @@ def test_a_slot_that_is_withdrawn_and_written_while_it_is_read(holder, monkeypat
     """
     pieces = []
 
-    def read(body, into, read=local_source.MemoryBody.read):
+    def read(body, into, read=multi_source.MemoryBody.read):
         read(body, into)
         pieces.append(len(into))
         if len(pieces) == 3:
             holder.begin("snapshot", 0)
             holder.allocate("snapshot", 0, len(FILE))[:] = b"\xee" * len(FILE)
 
-    monkeypatch.setattr(local_source.MemoryBody, "read", read)
+    monkeypatch.setattr(multi_source.MemoryBody, "read", read)
     target = bytearray(len(FILE))
     with pytest.raises(Gone, match="409"):
         fetched(StateFetcher(streams_per_source=1), [holder.url], target)
@@ -163,18 +162,18 @@ def test_a_reader_cannot_write(holder):
     memory = HostMemory.find(place(holder), STATE, "", len(FILE))
     assert memory is not None
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.pwrite(memory._descriptor, b"x", 0)
+        os.pwrite(memory._descriptors[0], b"x", 0)
     memory.close()
 
 
 def test_a_reader_keeps_the_memory_of_a_server_that_is_killed_during_the_read(holder, monkeypatch):
-    def read(body, into, read=local_source.MemoryBody.read):
+    def read(body, into, read=multi_source.MemoryBody.read):
         if holder.pid:
             end(holder.pid)
             holder.pid = 0
         read(body, into)
 
-    monkeypatch.setattr(local_source.MemoryBody, "read", read)
+    monkeypatch.setattr(multi_source.MemoryBody, "read", read)
     monkeypatch.setattr(multi_source, "streams_per_source", lambda *_: 1)
     target = bytearray(len(FILE))
     with pytest.raises(
@@ -206,7 +205,7 @@ def test_a_local_read_needs_the_token(attach, tmp_path):
 _ASK = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from fabric.ckpt_server.fetch.local_source import HostMemory
+from fabric.ckpt_server.fetch.multi_source import HostMemory
 from fabric.model import SnapshotRef
 os.setresuid(65534, 65534, 65534)
 kernel_says, os.geteuid = os.geteuid(), lambda: 0  # it would not even ask as somebody else
@@ -278,7 +277,7 @@ def test_a_malformed_local_request_is_refused_and_the_next_request_is_served(hol
 def test_a_stopped_reader_does_not_keep_a_slot_that_is_needed(holder):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from fabric.ckpt_server.fetch.local_source import HostMemory\n"
+        "from fabric.ckpt_server.fetch.multi_source import HostMemory\n"
         "from fabric.model import SnapshotRef\n"
         "found = HostMemory.find(sys.argv[2], SnapshotRef(1, 40, sys.argv[3]), '', 1)\n"
         "print('reads', flush=True); sys.stdin.read(); print(found.still_there(), flush=True)\n"
@@ -298,7 +297,7 @@ def test_a_stopped_reader_does_not_keep_a_slot_that_is_needed(holder):
 
 
 def test_a_server_without_local_reads_is_asked_over_http(holder, monkeypatch):
-    monkeypatch.setattr(local_source, "local_socket_name", lambda where: f"\0fabric-no-such-name-{where}")
+    monkeypatch.setattr(multi_source, "local_socket_name", lambda where: f"\0fabric-no-such-name-{where}")
     target = bytearray(len(FILE))
     fetched(StateFetcher(), [holder.url], target)
     assert bytes(target) == FILE

@@ -13,11 +13,12 @@ from ckpt_server.test_durable_format import objects, write_one
 from server_support import alive, fetch, manifest_of, publish, snapshot_file, wait_for
 
 import fabric.client
-from fabric.ckpt_server.attach.server_handle import RequestChannel, ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.reshard.relayout import Layout
+from fabric.ckpt_server.reshard import Layout
 from fabric.ckpt_server.state.snapshot import CpuCopier
 from fabric.ckpt_server.state.training_state import StateDescriber
+from fabric.ckpt_server.wire.channel_protocol import RequestChannel
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
@@ -224,7 +225,7 @@ class TestAServerThatIsStopped:
     ):
         handle = attach()
         stopped, opened = stop(handle), descriptors()
-        monkeypatch.setattr("fabric.ckpt_server.attach.server_handle._ANSWER_S", 0.05)
+        monkeypatch.setattr("fabric.ckpt_server.attach._ANSWER_S", 0.05)
         monkeypatch.setattr(ServerHandle, "_demand_answer", lambda self: None)
         with pytest.raises(ServerLost, match="did not answer 'allocate'"):
             handle.allocate("gradient", 3, 1000)
@@ -359,7 +360,7 @@ def test_a_trainer_that_finds_its_server_stopped_is_to_be_started_again(
     handle = attach(job="job", replica="r0")
     handle.close()
     stop(handle)
-    monkeypatch.setattr("fabric.ckpt_server.attach.server_handle.ATTACH_S", 0.2)
+    monkeypatch.setattr("fabric.ckpt_server.attach.ATTACH_S", 0.2)
     token = tmp_path / "token"
     token.write_text("a-token")
     token.chmod(0o600)

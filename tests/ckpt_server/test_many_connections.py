@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 from server_support import ROOT, TOKEN, fetch, publish, snapshot_file, wait_for
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.wire.channel_protocol import SOCKET_NAME
 
 NBYTES = 300_000

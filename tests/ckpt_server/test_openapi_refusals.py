@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openapi_document import DOCUMENT
@@ -21,7 +22,7 @@ from server_support import ROOT, TOKEN, end, fetch, publish, publish_gradient, s
 from fabric.ckpt_server.format import safetensors_file
 from fabric.ckpt_server.format.manifest import check_manifest, make_manifest
 from fabric.ckpt_server.format.safetensors_file import build_preamble, read_preamble
-from fabric.ckpt_server.wire.http_preconditions import PreconditionFailed, check_if_match, is_unchanged
+from fabric.ckpt_server.server.routes import check_if_match, is_unchanged
 from fabric.errors import StateError, Unauthorized
 from fabric.model import SnapshotRef
 from fabric.runtime.http.http_service import check_bearer
@@ -347,7 +348,7 @@ def test_any_if_match_header_is_met_or_not_met(text, around):
     try:
         check_if_match(listed, tag)
         matched = True
-    except PreconditionFailed:
+    except web.HTTPPreconditionFailed:
         matched = False
     if around:
         assert held and matched

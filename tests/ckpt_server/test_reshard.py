@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from server_support import end
 
 from fabric.ckpt_server.format.safetensors_file import TensorSpan
-from fabric.ckpt_server.reshard.relayout import RegionRead
+from fabric.ckpt_server.reshard import RegionRead
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME
 from fabric.protocol.messages.rank_messages import replica_digest
-from fabric.protocol.rules.tensor_region import TensorRegion
+from fabric.protocol.rules.lanes import TensorRegion
 
 SCRIPT = Path(__file__).parent / "reshard_rank.py"
 BLOCK = 4 << 20

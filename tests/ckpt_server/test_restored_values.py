@@ -16,7 +16,7 @@ from test_training_state import to_bytes
 from fabric.ckpt_server.format.manifest import of_rank
 from fabric.ckpt_server.format.tensor_slices import Shard
 from fabric.ckpt_server.state.training_state import capture
-from fabric.cli.states.pull import pull
+from fabric.cli.states import pull
 from fabric.client import RestoredValues, restore_values
 from fabric.errors import ConfigError, FabricError, IntegrityError, StateError, Unreachable
 

@@ -255,7 +255,7 @@ def test_a_trainer_that_dies_while_its_child_holds_the_channel_is_not_attached(r
         "import os, signal, sys, time; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
         "from server_support import start_server\n"
-        "from fabric.ckpt_server.attach.server_handle import ServerHandle\n"
+        "from fabric.ckpt_server.attach import ServerHandle\n"
         "h = start_server(Path(sys.argv[3]), orphan_s=0.2)\n"
         "child = os.fork()\n"
         "if not child: signal.pause()\n"
@@ -357,7 +357,7 @@ def test_a_trainer_gets_the_refusal_of_the_server_that_it_starts(run_dir, tmp_pa
 
 def test_a_server_that_does_not_start_in_time_is_ended_and_reported(run_dir, attach, monkeypatch):
     with monkeypatch.context() as hurried:
-        hurried.setattr("fabric.ckpt_server.attach.server_handle.ATTACH_S", 0.001)
+        hurried.setattr("fabric.ckpt_server.attach.ATTACH_S", 0.001)
         with pytest.raises(ServerLost, match=r"did not start in time|could not be attached"):
             attach()
     # The lock is free again: the failed start left nothing behind.

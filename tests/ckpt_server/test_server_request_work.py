@@ -19,8 +19,7 @@ from fabric.ckpt_server.server.debug_probe import DebugProbe
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.routes import CkptContext, make_app
-from fabric.ckpt_server.server.slot_content import gradient_content, snapshot_content
-from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SlotTable
+from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SlotTable, gradient_content, snapshot_content
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.runtime.http.http_service import serve
 
@@ -74,7 +73,7 @@ class Probe(DebugProbe):
 
 def parts_of(folder: Path, memory: SlotTable) -> CkptContext:
     trainer = TrainerWatch()
-    metrics = CkptMetrics(memory, trainer, DurableJobs("job", "r0", memory))
+    metrics = CkptMetrics(memory, trainer, DurableJobs(memory))
     return CkptContext({}, memory, trainer, metrics, Probe(folder, trainer))
 
 

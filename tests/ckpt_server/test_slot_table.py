@@ -19,7 +19,7 @@ from server_support import (
     wait_for,
 )
 
-from fabric.ckpt_server.fetch.local_source import HostMemory
+from fabric.ckpt_server.fetch.multi_source import HostMemory
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.model import SnapshotRef

@@ -18,8 +18,7 @@ from fabric.ckpt_server.server.debug_probe import DebugProbe
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.routes import CkptContext, _near, make_app
-from fabric.ckpt_server.server.slot_content import snapshot_content
-from fabric.ckpt_server.server.slots import SNAPSHOT, SharedSlot, SlotTable
+from fabric.ckpt_server.server.slots import SNAPSHOT, SharedSlot, SlotTable, snapshot_content
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.runtime.http.http_service import serve
 
@@ -53,7 +52,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     region = await memory.allocate(slot, len(file))
     os.pwrite(region.fd, file, 0)
     memory.publish(slot, snapshot_content(manifest_of(file, 7), region.view, "job", "http://x"))
-    metrics = CkptMetrics(memory, trainer, DurableJobs("job", "r0", memory))
+    metrics = CkptMetrics(memory, trainer, DurableJobs(memory))
     app = make_app(CkptContext({}, memory, trainer, metrics, DebugProbe(tmp_path, trainer)), None)
 
     async def little_room(request: web.Request, _: web.StreamResponse) -> None:

@@ -12,13 +12,12 @@ from urllib.parse import urlsplit
 import pytest
 from ckpt_server.test_fetch import BLOCK, Memory, Origin, fetcher, origins, ref, with_gradient  # noqa: F401
 
+from fabric.ckpt_server import reading
 from fabric.ckpt_server.fetch import fetcher as fetcher_module
 from fabric.ckpt_server.fetch import http_source, multi_source
 from fabric.ckpt_server.fetch.http_source import HttpAccess, HttpAddress, HttpConnection
 from fabric.ckpt_server.fetch.multi_source import RangeQueue
-from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
-from fabric.ckpt_server.format.manifest import make_manifest
-from fabric.ckpt_server.reading import state_source
+from fabric.ckpt_server.format.manifest import BlockDigests, digest_of_blocks, make_manifest
 from fabric.client import restore_values
 from fabric.errors import StateError, Unreachable
 from fabric.integrations.torchft import HTTPTransport
@@ -296,7 +295,7 @@ def trickler(request):
 def test_a_state_that_trickles_is_given_up_by_everything_that_reads_one(trickler, monkeypatch):
     """A source of a byte a second held restore_values, and pull, inspect and diff, for ever."""
     monkeypatch.setattr(http_source, "LEAST_BYTES_PER_S", 1e9)
-    monkeypatch.setattr(state_source, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(reading, "_TIMEOUT_S", 0.2)
     with pytest.raises(Unreachable):
         restore_values(trickler)
     with pytest.raises(Unreachable):

@@ -12,10 +12,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.ckpt_server.format.digest import BLOCK_BYTES, file_digest
-from fabric.ckpt_server.format.manifest import check_manifest
-from fabric.ckpt_server.state.block_copy import Bytes, CopyPass
-from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, build_manifest
+from fabric.ckpt_server.format.manifest import BLOCK_BYTES, check_manifest, file_digest
+from fabric.ckpt_server.state.snapshot import Bytes, CopyPass, CpuCopier, CudaCopier, build_manifest
 from fabric.ckpt_server.state.training_state import StateView, capture, host_bytes, restore
 from fabric.errors import IntegrityError, StateError
 

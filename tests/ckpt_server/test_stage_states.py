@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from fabric.ckpt_server.durable.dcp import write_metadata, write_rank_shard
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.ckpt_server.reshard.rank_files import LayoutChanged, RankFile
-from fabric.ckpt_server.reshard.relayout import Layout, Misfit, reshard
+from fabric.ckpt_server.reshard import Layout, LayoutChanged, Misfit, RankFile, reshard
 from fabric.ckpt_server.state.content_digest import ContentDigests
 from fabric.ckpt_server.state.training_state import StateDescriber, host_bytes, restore, verify
 from fabric.errors import ProtocolError, StateError

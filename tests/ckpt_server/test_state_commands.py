@@ -11,11 +11,10 @@ from click.testing import CliRunner, Result
 from server_support import end, fetch, publish, snapshot_file, start_server
 from test_tensor_routes import TENSORS, file_of
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.format.digest import BLOCK_BYTES, file_digest
-from fabric.ckpt_server.reading.state_source import RemoteState
-from fabric.cli.states.inspect import diff, inspect_state
-from fabric.cli.states.pull import fetch_into, pull
+from fabric.ckpt_server.attach import ServerHandle
+from fabric.ckpt_server.format.manifest import BLOCK_BYTES, file_digest
+from fabric.ckpt_server.reading import RemoteState
+from fabric.cli.states import diff, fetch_into, inspect_state, pull
 from fabric.errors import FabricError, IntegrityError
 from fabric.runtime.http.lighthouse_client import Lighthouses
 

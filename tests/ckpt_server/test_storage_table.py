@@ -18,8 +18,7 @@ from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
 
 from fabric.ckpt_server.durable import writer
-from fabric.ckpt_server.durable.manifest import MARKER
-from fabric.ckpt_server.durable.reader import list_checkpoints
+from fabric.ckpt_server.durable.reader import MARKER, list_checkpoints
 from fabric.ckpt_server.durable.storage import (
     Storage,
     StorageAway,
@@ -29,13 +28,12 @@ from fabric.ckpt_server.durable.storage import (
 )
 from fabric.ckpt_server.format.manifest import of_rank
 from fabric.ckpt_server.server import durable_jobs
-from fabric.ckpt_server.server.durable_jobs import DurableJobs, PersistRequest
+from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.slots import SlotTable
 from fabric.ckpt_server.state.training_state import capture
-from fabric.ckpt_server.wire.durable_job import DurableJob
+from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.cli import doctor
-from fabric.cli.states.inspect import inspect_state
-from fabric.cli.states.pull import pull
+from fabric.cli.states import inspect_state, pull
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
 from fabric.client.state import durable_policy
@@ -208,9 +206,9 @@ def run_writer(trouble: str, point: str, await_it: Callable[[DurableJobs], None]
     async def main() -> None:
         memory = SlotTable()
         await published(memory, 7)
-        jobs = DurableJobs("job", "r0", memory)
+        jobs = DurableJobs(memory)
 
-        async def write(request: PersistRequest) -> dict[str, object]:
+        async def write(request: DurableJob) -> dict[str, object]:
             try:
                 arguments = jobs._order(request), manifest_for(FILE, 7), memoryview(bytearray(FILE)), points
                 result = await asyncio.to_thread(writer.write, *arguments)
@@ -226,7 +224,18 @@ def run_writer(trouble: str, point: str, await_it: Callable[[DurableJobs], None]
             return {"ok": True, "digest": manifest_for(FILE, 7)["digest"], **asdict(result)}
 
         jobs._write = write  # type: ignore[method-assign]
-        jobs.start(PersistRequest(1, 7, URL, 1, 1 if point == "durable-complete" else 9, urgent=True))
+        jobs.start(
+            DurableJob(
+                URL,
+                "job",
+                "r0",
+                1,
+                generation=1,
+                step=7,
+                keep=1 if point == "durable-complete" else 9,
+                urgent=True,
+            )
+        )
         await await_it(jobs)
         memory.close()
 
@@ -405,9 +414,9 @@ def test_storage_that_vanishes_and_comes_back_gets_the_checkpoint_and_the_disk_b
     async def main() -> DurableJobs:
         memory = SlotTable()
         await published(memory, 7)
-        jobs = DurableJobs("job", "r0", memory)
+        jobs = DurableJobs(memory)
 
-        async def write(request: PersistRequest) -> dict[str, object]:
+        async def write(request: DurableJob) -> dict[str, object]:
             try:
                 arguments = jobs._order(request), manifest_for(FILE, 7), memoryview(bytearray(FILE)), points
                 return {"ok": True, "digest": "", **asdict(writer.write(*arguments))}
@@ -422,7 +431,7 @@ def test_storage_that_vanishes_and_comes_back_gets_the_checkpoint_and_the_disk_b
 
         jobs._write = write  # type: ignore[method-assign]
         monkeypatch.setattr(durable_jobs.asyncio, "sleep", come_back)
-        jobs.start(PersistRequest(1, 7, str(place), 1, 9))
+        jobs.start(DurableJob(str(place), "job", "r0", 1, generation=1, step=7, keep=9))
         await jobs.finish()
         memory.close()
         return jobs

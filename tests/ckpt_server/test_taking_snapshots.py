@@ -10,8 +10,7 @@ import pytest
 import torch
 from server_support import fetch
 
-from fabric.ckpt_server.state.block_copy import CopyPass
-from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier
+from fabric.ckpt_server.state.snapshot import CopyPass, CpuCopier, CudaCopier
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView, capture
 from fabric.client.process.worker import Worker
 from fabric.client.state.mutation_guard import MEANWHILE, MutationGuard

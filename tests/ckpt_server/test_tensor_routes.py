@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openapi_document import DOCUMENT
 from server_support import fetch, publish
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.ckpt_server.server import routes
 from fabric.ckpt_server.server.statistics import summarise, values

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import fetch, publish
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.ckpt_server.format.tensor_slices import (
     Shard,

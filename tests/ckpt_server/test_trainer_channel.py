@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from server_support import fetch, publish, snapshot_file
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.wire.channel_protocol import (
     MAX_FIRST_LINE_BYTES,
     SOCKET_NAME,

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch.optim import lr_scheduler
 
-from fabric.ckpt_server.format.digest import file_digest
+from fabric.ckpt_server.format.manifest import file_digest
 from fabric.ckpt_server.format.safetensors_file import read_header
 from fabric.ckpt_server.state.training_state import (
     StateView,

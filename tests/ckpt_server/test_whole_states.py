@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 from test_durable_format import Part, as_shards, to_bytes, two_ranks
 from test_reshard import Zygote, held
 
-from fabric.ckpt_server.format.digest import file_digest
+from fabric.ckpt_server.format.manifest import file_digest
 from fabric.ckpt_server.state.training_state import capture
-from fabric.cli.states.inspect import diff, inspect_state
-from fabric.cli.states.pull import pull
+from fabric.cli.states import diff, inspect_state, pull
 from fabric.errors import FabricError
 
 

@@ -37,7 +37,7 @@ def leave_children():
     child = subprocess.Popen(sleep, env={})
     write(str(child.pid), "children")
 if act.startswith("orders/"):
-    from fabric.runtime.layout_orders import read_offer, write_order
+    from fabric.runtime.rank_layout import read_offer, write_order
     memory = int(os.environ["FABRIC_LAYOUT_ORDERS"])
     if rank == "0":
         offer = read_offer(memory)

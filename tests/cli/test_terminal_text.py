@@ -22,7 +22,7 @@ from fabric.cli.diagnose import diagnose
 from fabric.cli.doctor import doctor
 from fabric.cli.drill import drill
 from fabric.cli.plan import plan
-from fabric.cli.states.inspect import diff, inspect_state
+from fabric.cli.states import diff, inspect_state
 from fabric.cli.status import events, status
 from fabric.cli.terminal_text import all_printable, plain_console
 from fabric.errors import FabricError, ProtocolError

@@ -11,7 +11,7 @@ from protocol.makers import record_of
 
 from fabric.ckpt_server.durable.storage import StorageAway
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
-from fabric.ckpt_server.reshard.relayout import Layout
+from fabric.ckpt_server.reshard import Layout
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
 from fabric.client.state import durable_policy as client_durable

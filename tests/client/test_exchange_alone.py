@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.format.manifest import bytes_digest
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlot, GradientSlots

@@ -12,9 +12,8 @@ from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.errors import Gone, StateError
 from fabric.ftar.lanes import FlatPlaces, LaneDirectory
 from fabric.protocol.messages import member_events as io
-from fabric.protocol.rules.lanes import ReplicaLayout
+from fabric.protocol.rules.lanes import ReplicaLayout, TensorRegion
 from fabric.protocol.rules.layout_text import layout_text
-from fabric.protocol.rules.tensor_region import TensorRegion
 
 
 def flat_of(layout: ReplicaLayout, rank: int, gradient) -> torch.Tensor:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fabric.ckpt_server.fetch.fetcher import FetchResult, GradientMeta
-from fabric.ckpt_server.format.digest import file_digest
-from fabric.ckpt_server.reshard.rank_files import LayoutChanged, ServedRankFile
+from fabric.ckpt_server.format.manifest import file_digest
+from fabric.ckpt_server.reshard import LayoutChanged, ServedRankFile
 from fabric.client.state import fetch_thread as module
 from fabric.client.state import state_loader
 from fabric.client.state.durable_policy import StorageUnavailable

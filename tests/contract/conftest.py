@@ -8,8 +8,8 @@ import pytest
 from memory_store import MemorySpace, MemoryStore
 from store_harness import Backend
 
+from fabric.store import open_store
 from fabric.store.base import Store
-from fabric.store.open import open_store
 
 
 @pytest.fixture(params=["memory", "sqlite", pytest.param("etcd", marks=pytest.mark.etcd)])

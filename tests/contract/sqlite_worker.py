@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fabric.errors import StoreError
+from fabric.store import open_store
 from fabric.store.base import Compare, Put, Store
-from fabric.store.open import open_store
 from fabric.store.sqlite_file import SqliteFile
 
 

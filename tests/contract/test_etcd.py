@@ -17,9 +17,9 @@ from store_harness import soon, take, wait_for
 from tcp_proxy import TcpProxy, tcp_proxy
 
 from fabric.errors import Compacted, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.store import open_store
 from fabric.store.base import STORE_ID_KEY, Compare, Delete, Put, Store
 from fabric.store.etcd import EtcdStore
-from fabric.store.open import open_store
 
 T = TypeVar("T")
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from store_harness import soon
 
 from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.store import etcd_http, etcd_wire
+from fabric.store import etcd_http, open_store
 from fabric.store.base import Compare, Delete, Put, Store
-from fabric.store.open import open_store
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -245,24 +244,24 @@ async def test_a_watch_goes_on_after_passing_errors() -> None:
 def test_releases_of_etcd_below_the_supported_version_are_warned_about(
     version: object, sentence: str | None
 ) -> None:
-    warning = etcd_wire.version_warning(version)
+    warning = etcd_http.version_warning(version)
     assert warning is None if sentence is None else sentence in (warning or "")
 
 
 def test_zero_fields_and_strings_of_integers() -> None:
-    answer = etcd_wire.parse(b'{"header": {"revision": "9223372036854775807"}, "kvs": [{"key": "YQ=="}]}')
-    assert etcd_wire.revision_of(answer) == (1 << 63) - 1
-    [found] = etcd_wire.key_values(answer)
+    answer = etcd_http.parse(b'{"header": {"revision": "9223372036854775807"}, "kvs": [{"key": "YQ=="}]}')
+    assert etcd_http.revision_of(answer) == (1 << 63) - 1
+    [found] = etcd_http.key_values(answer)
     assert (found.key, found.value, found.create_revision, found.lease) == ("a", b"", 0, 0)
 
 
 def test_a_key_that_is_no_text_is_still_a_key() -> None:
-    [found] = etcd_wire.key_values({"kvs": [{"key": base64.b64encode(b"a\xff").decode()}]})
+    [found] = etcd_http.key_values({"kvs": [{"key": base64.b64encode(b"a\xff").decode()}]})
     assert found.key.encode("utf-8", "surrogateescape") == b"a\xff"
 
 
 def test_a_transaction_names_its_guards_and_the_store() -> None:
-    request = etcd_wire.transaction_request([Compare("a", 0, 7)], [Put("b", b"1", 5), Delete("c")], "id")
+    request = etcd_http.transaction_request([Compare("a", 0, 7)], [Put("b", b"1", 5), Delete("c")], "id")
     assert request["compare"] == [
         {"key": "YQ==", "target": "CREATE", "result": "EQUAL", "create_revision": "0"},
         {"key": "YQ==", "target": "MOD", "result": "EQUAL", "mod_revision": "7"},
@@ -290,15 +289,15 @@ Nested = st.recursive(
 def test_no_malformed_answer_of_etcd_is_accepted(anything: object) -> None:
     """Whatever the JSON, the answer is a value or a StoreError, never another exception."""
     try:
-        answer = etcd_wire.parse(json.dumps(anything).encode())
+        answer = etcd_http.parse(json.dumps(anything).encode())
     except StoreError:
         return
-    readers: list[Callable[[etcd_wire.Json], object]] = [
-        etcd_wire.revision_of,
-        etcd_wire.key_values,
-        etcd_wire.watch_answer,
-        etcd_wire.stream_result,
-        etcd_wire.failed_store_id,
+    readers: list[Callable[[etcd_http.Json], object]] = [
+        etcd_http.revision_of,
+        etcd_http.key_values,
+        etcd_http.watch_answer,
+        etcd_http.stream_result,
+        etcd_http.failed_store_id,
     ]
     for reader in readers:
         try:
@@ -309,6 +308,6 @@ def test_no_malformed_answer_of_etcd_is_accepted(anything: object) -> None:
 
 @given(st.integers(100, 599), st.binary(max_size=200))
 def test_any_error_body_is_a_failure(status: int, body: bytes) -> None:
-    found = etcd_wire.failure(status, body)
+    found = etcd_http.failure(status, body)
     assert found.text
     assert not found.is_definite or found.code is not None or found.is_no_leader

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fabric.errors import ConfigError
+from fabric.store import open_store
 from fabric.store.etcd import EtcdStore
-from fabric.store.open import open_store
 from fabric.store.sqlite_file import SqliteStore
 
 

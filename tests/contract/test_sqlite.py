@@ -17,9 +17,8 @@ import pytest
 from store_harness import soon, take
 
 from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.store import sqlite_file
+from fabric.store import open_store, sqlite_file
 from fabric.store.base import Compare, Put, Store
-from fabric.store.open import open_store
 from fabric.store.sqlite_file import SqliteFile
 
 WORKER = Path(__file__).with_name("sqlite_worker.py")

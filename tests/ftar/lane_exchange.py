@@ -19,9 +19,8 @@ from fabric.ftar.plane import Ring
 from fabric.model import Base, Fence, Record
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import summed_digest
-from fabric.protocol.rules.lanes import ReplicaLayout
+from fabric.protocol.rules.lanes import ReplicaLayout, TensorRegion
 from fabric.protocol.rules.layout_text import layout_text
-from fabric.protocol.rules.tensor_region import TensorRegion
 from fabric.runtime.config import settings
 from fabric.runtime.failpoints import Failpoints
 

@@ -8,8 +8,7 @@ from ring_harness import socket_ring
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.lanes import FlatPlaces, LanePlane, RankLanes
 from fabric.ftar.plane import Ring
-from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of
-from fabric.protocol.rules.tensor_region import TensorRegion
+from fabric.protocol.rules.lanes import ReplicaLayout, TensorRegion, lanes_of
 
 
 @dataclass

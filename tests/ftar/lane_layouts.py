@@ -3,9 +3,8 @@
 import torch
 
 from fabric.model import Member, RankAddress
-from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout
+from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion
 from fabric.protocol.rules.layout_text import layout_text
-from fabric.protocol.rules.tensor_region import TensorRegion
 
 MODEL = {"in.weight": (6, 4), "in.bias": (6,), "half": (5, 3), "norm": (4,), "scalar": ()}
 DTYPES = {"half": "bfloat16"}

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from fabric.ftar.device.cuda import SharedMemoryHandle
-from fabric.runtime.clock import boot_id
+from fabric.runtime.system_calls import boot_id
 
 _Work = Callable[[], object]
 _MEMFD = re.compile(r"/memfd:fabric-device(?: \(deleted\))?")

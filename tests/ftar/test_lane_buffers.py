@@ -14,8 +14,7 @@ from fabric.client.gradients.buffer_choices import choose_buffers
 from fabric.client.gradients.forward_buffers import ForwardBuffers, RankMeans
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.lanes import held_parameters
-from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout
-from fabric.protocol.rules.tensor_region import TensorRegion
+from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion
 
 ROWS = 4
 

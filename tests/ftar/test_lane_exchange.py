@@ -11,7 +11,7 @@ from ring_harness import WAIT_S, wait_until
 
 from fabric.ftar.device.device_ring import DeviceRing
 from fabric.protocol.messages import member_events as io
-from fabric.protocol.rules.tensor_region import TensorRegion
+from fabric.protocol.rules.lanes import TensorRegion
 
 MEMORY: dict[str, Callable[[], SimulatedDevice] | None] = {"host": None, "device": SimulatedDevice}
 TWO = {"r0": SINGLE, "r1": ROWS}

@@ -14,9 +14,8 @@ from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.lanes import FlatPlaces, LaneDirectory, LanePlane, held_parameters
 from fabric.ftar.plane import Ring
 from fabric.model import Base, Record
-from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout
+from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion
 from fabric.protocol.rules.layout_text import layout_text
-from fabric.protocol.rules.tensor_region import TensorRegion
 
 # A parameter that one layout cuts unevenly, and one of which it has a copy at each rank.
 WIDE = {"cut": (40, 90), "norm": (900,)}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fabric.ckpt_server.format.digest import file_digest
+from fabric.ckpt_server.format.manifest import file_digest
 from fabric.ckpt_server.state.snapshot import CudaCopier
 from fabric.ckpt_server.state.training_state import capture, restore
 

@@ -17,7 +17,7 @@ from tiny_trainer import build
 
 from fabric.ckpt_server.durable.reader import DurableCheckpoint, list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
-from fabric.ckpt_server.reading.state_source import DurableState
+from fabric.ckpt_server.reading import DurableState
 from fabric.ckpt_server.state.training_state import capture
 
 STEPS = 40

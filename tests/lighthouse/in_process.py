@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import StoreError
-from fabric.lighthouse.connections.admission_queue import AdmissionQueue
-from fabric.lighthouse.election.election import Candidate, Election, ElectionHooks, boot_time
-from fabric.lighthouse.election.store_probe import WriteProbe
-from fabric.lighthouse.http.routes import LighthouseParts, StoreProbe, make_app
+from fabric.lighthouse.connections.connection import AdmissionQueue
+from fabric.lighthouse.election import Candidate, Election, ElectionHooks, StoreProbe
+from fabric.lighthouse.http.routes import LighthouseParts, make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs.jobs import Jobs
-from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
+from fabric.lighthouse.telemetry import LighthouseMetrics
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.runtime.http.http_service import serve
+from fabric.runtime.system_calls import seconds_since_boot
 from fabric.runtime.tasks import Tasks
 from fabric.store import Compare, Operation, Store
 
@@ -107,7 +107,7 @@ async def lighthouse_on(
     *,
     lease_s: float = 5.0,
     lease_store: Store | None = None,
-    clock: Callable[[], float] = boot_time,
+    clock: Callable[[], float] = seconds_since_boot,
     liveness: LivenessConfig = PATIENT,
     admissions: AdmissionQueue | None = None,
     tokens: Tokens | None = None,
@@ -127,9 +127,8 @@ async def lighthouse_on(
 
     hooks = ElectionHooks(jobs.begin, end, followed.append, metrics.election_write)
     election = Election(store, "ns", lease_s, hooks, lease_store=lease_store, clock=clock)
-    writes = WriteProbe(store, f"{election.prefix}probe")
     probe = StoreProbe(store, election.prefix, "etcd://s1:2379", every_s=0.0)
-    parts = LighthouseParts(election, jobs, metrics, probe, admissions or AdmissionQueue(), writes)
+    parts = LighthouseParts(election, jobs, metrics, probe, admissions or AdmissionQueue())
     metrics.observe(lambda: parts.leads, jobs.gauges)
     app = make_app(parts, tokens)
     runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.5, cancel_abandoned=True)

@@ -13,10 +13,10 @@ from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import FabricError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections.connection import MemberConnection
-from fabric.lighthouse.election.election import Election, ElectionHooks, Term
-from fabric.lighthouse.jobs.job_store import record_key
+from fabric.lighthouse.election import Election, ElectionHooks, Term
+from fabric.lighthouse.jobs.job_history import record_key
 from fabric.lighthouse.jobs.jobs import Jobs
-from fabric.lighthouse.telemetry.metrics import LighthouseMetrics
+from fabric.lighthouse.telemetry import LighthouseMetrics
 from fabric.model import Policy, Record
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.leader.liveness import LivenessConfig

@@ -15,15 +15,16 @@ from rich.console import Console
 
 from fabric.cli.status import _job
 from fabric.lighthouse.diagnosis.absences import absences, headline
-from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, LaunchReport, Recoveries, from_json
+from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, LaunchReport, Recoveries, RecoveryRecord
 from fabric.lighthouse.http.job_status import _member_view
 from fabric.lighthouse.jobs.job import REFUSED as REFUSED_EVENT
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
+from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics
 from fabric.model import PROTOCOL_VERSION, Policy
 from fabric.protocol.leader import admission
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import wire
+from fabric.protocol.messages.wire import decode_value
 
 
 async def view_of(http, url: str, job: str) -> dict:
@@ -111,7 +112,9 @@ def test_a_lost_replica_stays_in_the_headline_under_the_next_leader():
     assert watched.said.startswith("2 of 3 replicas; c down since TIME (")
     reason = watched.log.kept[-1].lost["c"].why
     after = Recoveries()
-    after.restore([from_json(json.dumps(x.to_json()).encode()) for x in watched.log.kept])
+    after.restore(
+        [decode_value(RecoveryRecord, json.dumps(x.to_json()).encode(), "record") for x in watched.log.kept]
+    )
     watched.log = after
     assert f"c down since TIME ({reason}" in watched.said
 
@@ -159,7 +162,9 @@ def test_a_lost_replica_that_another_name_replaces_is_missing_no_more():
     watched.join("d", 6)
     assert watched.said == "3 of 3 replicas"
     after = Recoveries()
-    after.restore([from_json(json.dumps(x.to_json()).encode()) for x in watched.log.kept])
+    after.restore(
+        [decode_value(RecoveryRecord, json.dumps(x.to_json()).encode(), "record") for x in watched.log.kept]
+    )
     watched.log = after
     after.begin(watched.job.record)
     assert watched.said == "3 of 3 replicas", "the next leader knows it too"
@@ -228,7 +233,7 @@ def test_a_scrape_names_a_bounded_number_of_replicas():
     """A scrape of a job that misses 1,000 replicas held the loop for 20 ms."""
     lost = [Absence(f"r{number:04}", DOWN, "gone", 1.0, "h7", False) for number in range(NAMED + 50)]
     metrics = LighthouseMetrics()
-    metrics.observe(lambda: True, lambda: [JobGauges("gpt", 1, 1, 1, 1, len(lost), lost)])
+    metrics.observe(lambda: True, lambda: [JobGauges("gpt", replicas_missing=len(lost), absent=lost)])
     text = metrics.render().decode()
     assert text.count("fabric_lighthouse_replica_down{") == NAMED
     assert f'fabric_lighthouse_replicas_missing{{job="gpt"}} {NAMED + 50}.0' in text

@@ -16,9 +16,8 @@ from memory_store import MemorySpace, MemoryStore
 from protocol.makers import record_of
 
 from fabric.client.control.lighthouse_link import LighthouseLink
-from fabric.lighthouse.connections.admission_queue import MOST_WAITING, AdmissionQueue
-from fabric.lighthouse.connections.connection import notice_of
-from fabric.lighthouse.jobs.term_context import TermContext
+from fabric.lighthouse.connections.connection import MOST_WAITING, AdmissionQueue, notice_of
+from fabric.lighthouse.jobs.job_history import TermContext
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.runtime.config import Settings

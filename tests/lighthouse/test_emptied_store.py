@@ -14,7 +14,7 @@ from lighthouse_support import close_all, eventually, get, start_job
 from memory_store import MemorySpace, MemoryStore
 
 from fabric.lighthouse.connections.connection import NOT_THE_LEADER
-from fabric.lighthouse.jobs.job_store import record_key
+from fabric.lighthouse.jobs.job_history import record_key
 from fabric.protocol.messages import wire
 from fabric.store import STORE_ID_KEY, Delete, Store, StoreUnavailable, open_store
 

@@ -26,7 +26,7 @@ from lighthouse_support import (
 )
 
 from fabric.lighthouse.connections.connection import NOT_THE_LEADER
-from fabric.lighthouse.jobs.job_store import record_key
+from fabric.lighthouse.jobs.job_history import record_key
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.store import Put, open_store

@@ -5,8 +5,8 @@ import gc
 
 import pytest
 
-from fabric.lighthouse import gc_tuning
-from fabric.lighthouse.gc_tuning import (
+from fabric.lighthouse import service
+from fabric.lighthouse.service import (
     CALM_LOOKS,
     MOST_LOOKS,
     THRESHOLDS,
@@ -53,7 +53,7 @@ async def test_due_collections_find_garbage_of_the_oldest_generation(monkeypatch
         def __del__(self) -> None:
             gone.set()
 
-    monkeypatch.setattr(gc_tuning, "LOOK_S", 0.001)
+    monkeypatch.setattr(service, "LOOK_S", 0.001)
     gone, before = asyncio.Event(), gc.get_threshold()
     gc.set_threshold(1 << 30, 1 << 30, 1 << 30)
     task = asyncio.ensure_future(collect_when_calm(lambda: True))

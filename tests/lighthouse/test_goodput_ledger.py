@@ -23,7 +23,7 @@ from fabric.lighthouse.history.ledger import (
     GoodputLedger,
     JobSample,
 )
-from fabric.lighthouse.jobs.job_store import ledger_of
+from fabric.lighthouse.jobs.job_history import ledger_of
 from fabric.store import Put
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fabric.lighthouse.jobs.job_events import EventLog
+from fabric.lighthouse.jobs.job_history import EventLog
 
 
 class TestEventLog:

@@ -8,8 +8,8 @@ from lighthouse_support import WireMember, close_all, get
 from memory_store import MemorySpace, MemoryStore
 from protocol.test_lanes import LINEAR, sharded, single
 
-from fabric.lighthouse.connections import layout_gate
-from fabric.lighthouse.connections.layout_gate import LayoutGate, LayoutReader
+from fabric.lighthouse.connections import connection
+from fabric.lighthouse.connections.connection import LayoutGate, LayoutReader
 from fabric.model import RankAddress
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules import layout_text
@@ -32,7 +32,7 @@ async def test_other_jobs_and_requests_go_on_while_a_layout_is_read(http, monkey
         assert may_end.wait(30.0)
         return layout_summary(text)
 
-    monkeypatch.setattr(layout_gate, "layout_summary", read)
+    monkeypatch.setattr(connection, "layout_summary", read)
     async with lighthouse_on(MemoryStore(MemorySpace())) as lighthouse:
         cuts = layout_text.layout_text(sharded(LINEAR, 2))
         slow = await WireMember(
@@ -70,7 +70,7 @@ async def test_a_wrong_layout_ends_its_own_connection_with_a_sentence(http, cuts
 
 async def test_messages_of_a_connection_that_has_ended_are_forgotten(monkeypatch):
     may_end, taken = threading.Event(), []
-    monkeypatch.setattr(layout_gate, "layout_summary", lambda text: may_end.wait(30.0))
+    monkeypatch.setattr(connection, "layout_summary", lambda text: may_end.wait(30.0))
     reader = LayoutReader()
     gate = LayoutGate(reader, "a", None)
     assert gate.reads("cuts", "session", taken.append, taken.append) and gate.holds("beat")

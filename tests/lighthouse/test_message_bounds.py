@@ -16,9 +16,8 @@ from fabric.model import Fence, RankAddress, SnapshotRef, StepTimes
 from fabric.protocol.member.session import MAX_NAMED
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
-from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout
+from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion
 from fabric.protocol.rules.layout_text import layout_summary, layout_text
-from fabric.protocol.rules.tensor_region import TensorRegion
 
 SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
 STATUS = m.TrainerStatus("r0", 1, "running", 1, "http://127.0.0.1:1")

@@ -19,13 +19,13 @@ from fabric.lighthouse.history.recovery import (
     Recoveries,
     RecoveryRecord,
     ReplicaReturn,
-    from_json,
 )
-from fabric.lighthouse.jobs.job_store import recoveries_of
+from fabric.lighthouse.jobs.job_history import folder_of
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.messages.wire import decode_value
 from fabric.store.base import MAX_VALUE_BYTES
 
 PHASES = ("detected", "epoch_committed", "links_up", "step_committed")
@@ -189,7 +189,7 @@ async def test_records_outlive_the_lighthouse_that_wrote_them(http):
         await members[1].epoch(2)
 
         async def kept() -> bool:
-            return bool(space.find(recoveries_of("ns", "job"))[0])
+            return bool(space.find(folder_of("ns", "recoveries", "job"))[0])
 
         await eventually(kept, "the record to be in the store")
         before = await recoveries(http, first.url, "job")
@@ -259,7 +259,7 @@ def test_members_that_stop_because_more_are_wanted_have_not_failed():
 
 
 def restored(body):
-    return from_json(json.dumps(body).encode())
+    return decode_value(RecoveryRecord, json.dumps(body).encode(), "record")
 
 
 def test_a_record_with_thousands_lost_names_some_and_counts_the_rest():
@@ -295,11 +295,11 @@ async def test_a_failure_that_cost_thousands_is_in_the_store(http):
         job.history.keep(RecoveryRecord(1, "death", "a rack", 1, 1.0, lost=lost))
 
         async def kept() -> bool:
-            return bool(space.find(recoveries_of("ns", "job"))[0])
+            return bool(space.find(folder_of("ns", "recoveries", "job"))[0])
 
         await eventually(kept, "the record to be in the store")
-        (entry,) = space.find(recoveries_of("ns", "job"))[0]
-        found = from_json(entry.value)
+        (entry,) = space.find(folder_of("ns", "recoveries", "job"))[0]
+        found = decode_value(RecoveryRecord, entry.value, "record")
         assert len(found.lost) == NAMED and found.unnamed == {"lost": 10_000 - NAMED, "joined": 0}
         await close_all(members)
 

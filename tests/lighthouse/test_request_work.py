@@ -18,11 +18,11 @@ from turn_work import MOST_BYTECODES, counted, json_counted
 
 from fabric.lighthouse.connections import validation as v
 from fabric.lighthouse.history.recovery import CAPACITY, NAMED, RecoveryRecord, ReplicaReturn
-from fabric.lighthouse.history.slowdowns import MOST_ACTIONS, MOST_SLOWDOWNS, SlowdownAction, SlowdownRecord
+from fabric.lighthouse.history.slowdowns import MOST_ACTIONS, SlowdownAction, SlowdownRecord
 from fabric.lighthouse.http import job_status
 from fabric.lighthouse.http.routes import make_app
 from fabric.lighthouse.http.tokens import Tokens
-from fabric.lighthouse.jobs import drills, job_events
+from fabric.lighthouse.jobs import drills, job_history
 from fabric.lighthouse.jobs.drills import AskingInjector
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import StepTimes
@@ -106,14 +106,14 @@ def fill(job: Job) -> str:
     job.history.recoveries.kept = [recovery_of(number) for number in range(CAPACITY)]
     actions = [SlowdownAction(1.0, "advice", "y" * 1000)] * MOST_ACTIONS
     slow = SlowdownRecord(1, "r0", "replica", 1.0, 5, cause="c" * 1000, actions=actions, ended=2.0)
-    job.history.slowdowns.kept = [slow] * MOST_SLOWDOWNS
+    job.history.slowdowns.kept = [slow] * CAPACITY
     for number in range(drills._MOST_INJECTORS):
         asking = AskingInjector(f"r{number}", "i", 1, "h" * 300, True, job.now)
         job.drills.ask(asking, "", {}, is_gone=False)
     drill = job.drills.begin(LONG, LONG, 3, may_lose=True)
     for _ in range(drills._MOST_FAULTS):
         job.drills.inject(drill.id, "stop", "r0", 60.0)
-    for _ in range(job_events.CAPACITY):
+    for _ in range(job_history.MOST_EVENTS):
         job.events.add("kind", 1, "r" * 64, LONG)
     return drill.id
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fabric.lighthouse.jobs.job import WITNESSED_S, Retention
-from fabric.lighthouse.jobs.job_events import EventLog
+from fabric.lighthouse.jobs.job_history import EventLog
 
 DAY_S = 86400.0
 WEEK_S, YEAR_S = 7 * DAY_S, 365 * DAY_S

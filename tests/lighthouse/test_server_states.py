@@ -5,8 +5,7 @@ checkpoints.
 import pytest
 from protocol.test_leader import Lighthouse, started
 
-from fabric.lighthouse.diagnosis.server_states import SILENT_S, CheckpointServers, silence
-from fabric.lighthouse.diagnosis.status_text import waiting_for
+from fabric.lighthouse.diagnosis.status_text import SILENT_S, CheckpointServers, silence, waiting_for
 from fabric.model import SnapshotRef
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m

@@ -12,18 +12,18 @@ from memory_store import MemorySpace, MemoryStore
 from prometheus_client.parser import text_string_to_metric_families
 
 from fabric.errors import ProtocolError
+from fabric.lighthouse.history.recovery import CAPACITY
 from fabric.lighthouse.history.slowdowns import (
     MOST_ACTIONS,
-    MOST_SLOWDOWNS,
     SlowdownRecord,
     Slowdowns,
     SlowdownState,
-    slowdown_from_json,
 )
-from fabric.lighthouse.jobs.job_store import slowdowns_of
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
+from fabric.lighthouse.jobs.job_history import folder_of
+from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics
 from fabric.model import StepTimes
 from fabric.protocol.messages import network as m
+from fabric.protocol.messages.wire import decode_value
 
 SLOW = SlowdownState("r1", "replica", (), 2.0, "replica r1 takes 2.00 times as long", 0, 0.0)
 
@@ -89,7 +89,7 @@ def test_a_record_comes_back_from_the_store_as_it_was():
     (record,) = slowdowns.observe([replace(SLOW, ranks=(1, 3))], 1, 1, 1.0)
     slowdowns.note("advice", "r1", "fewer micro-batches", 2.0)
     slowdowns.judge("r1", "confirmed")
-    assert slowdown_from_json(json.dumps(record.to_json()).encode()) == record
+    assert decode_value(SlowdownRecord, json.dumps(record.to_json()).encode(), "record") == record
     assert record.verdict == "confirmed" and slowdowns.judge("r0", "confirmed") is None
 
 
@@ -97,13 +97,13 @@ def test_the_page_shows_every_field_of_a_record():
     page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
     shown = json.loads(page.split('/slowdowns"\n```\n\n```json\n')[1].split("```")[0])
     assert shown.keys() == SlowdownRecord(1, "r1", "rank", 1.0, 1).to_json().keys()
-    assert slowdown_from_json(json.dumps(shown).encode()).to_json() == shown
+    assert decode_value(SlowdownRecord, json.dumps(shown).encode(), "record").to_json() == shown
 
 
 @pytest.mark.parametrize("bad", [b"", b"{}", b"[1]", b'{"id": "x"}'])
 def test_other_bytes_in_the_store_are_refused(bad):
     with pytest.raises(ProtocolError):
-        slowdown_from_json(bad)
+        decode_value(SlowdownRecord, bad, "record")
 
 
 def test_a_new_leader_ends_what_an_earlier_one_left_open():
@@ -125,10 +125,10 @@ def test_a_new_term_of_the_same_process_ends_its_open_records():
 
 def test_the_number_of_kept_records_is_bounded():
     slowdowns = Slowdowns()
-    for n in range(MOST_SLOWDOWNS + 50):
+    for n in range(CAPACITY + 50):
         slowdowns.observe([SLOW], 10 * n, n, float(n))
         slowdowns.observe([], 10 * n, n, float(n))
-    assert len(slowdowns.kept) == MOST_SLOWDOWNS
+    assert len(slowdowns.kept) == CAPACITY
     assert [x.id for x in slowdowns.kept] == sorted({x.id for x in slowdowns.kept})
 
 
@@ -187,16 +187,7 @@ def test_impossible_times_cost_nothing(bad):
 
 def test_slowdowns_are_metrics_of_few_labels():
     metrics = LighthouseMetrics()
-    job = JobGauges(
-        job="gpt",
-        epoch=1,
-        step=1,
-        members=3,
-        sessions=3,
-        slowest_speed=0.5,
-        slowdown_s=12.5,
-        slowdowns={"rank": 2},
-    )
+    job = JobGauges(job="gpt", slowest_speed=0.5, slowdown_s=12.5, slowdowns={"rank": 2})
     metrics.observe(lambda: True, lambda: [job])
     families = {x.name: x.samples for x in text_string_to_metric_families(metrics.render().decode())}
     assert families["fabric_lighthouse_slowest_speed"][0].value == 0.5
@@ -251,7 +242,7 @@ async def test_a_slowdown_is_recorded_over_real_sessions_and_survives_the_lighth
         assert record["factor"] == pytest.approx(3.0, rel=0.1)
 
         async def is_stored() -> bool:
-            return bool(space.find(slowdowns_of("ns", "job"))[0])
+            return bool(space.find(folder_of("ns", "slowdowns", "job"))[0])
 
         await eventually(is_stored, "the record to be stored")
         await close_all(members)

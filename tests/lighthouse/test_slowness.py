@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fabric.cli.status import _slow
 from fabric.lighthouse.diagnosis.slowness import FLOOR_S, SlownessWatch
 from fabric.lighthouse.diagnosis.speed_checks import SpeedVerdict
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
+from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics
 from fabric.model import NOT_LAUNCHED, Base, EarlierStep, Member, OperatorOverrides, Record, StepTimes
 from fabric.protocol.messages.network import Heartbeat
 from fabric.protocol.rules.assignment import apportion
@@ -386,7 +386,7 @@ def test_a_job_that_has_switched_adaptation_off_gets_no_slowdowns_or_advice(adap
 
 def test_the_number_of_slow_replicas_is_a_metric():
     metrics = LighthouseMetrics()
-    job = JobGauges(job="gpt", epoch=1, step=1, members=3, sessions=3, slow_replicas=2)
+    job = JobGauges(job="gpt", slow_replicas=2)
     metrics.observe(lambda: True, lambda: [job])
     families = {x.name: x for x in text_string_to_metric_families(metrics.render().decode())}
     (sample,) = families["fabric_lighthouse_slow_replicas"].samples

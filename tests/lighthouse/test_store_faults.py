@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from lighthouse.store_script import KINDS, RECORD, REPLICAS, Fault, LeapingLoop, World
 
-from fabric.lighthouse.election import election
+from fabric.lighthouse import election
 from fabric.lighthouse.jobs import job, job_history, jobs
-from fabric.lighthouse.jobs.term_context import TermContext
+from fabric.lighthouse.jobs.job_history import TermContext
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def play(monkeypatch):
         with closing(LeapingLoop()) as loop:
             monkeypatch.setattr(jobs, "TermContext", partial(TermContext, clock=loop.time))
             for module in (job, job_history):
-                monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 1.7e9 + loop.time()))
+                clock = SimpleNamespace(time=lambda: 1.7e9 + loop.time(), monotonic=loop.time)
+                monkeypatch.setattr(module, "time", clock)
             return loop.run_until_complete(run(fault))
 
     yield played

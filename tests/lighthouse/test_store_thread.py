@@ -7,7 +7,7 @@ from etcd_process import running_etcd
 from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.election.store_thread import StoreThread
+from fabric.lighthouse.election import StoreThread
 from fabric.store import Compare, Put, open_store
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fabric.errors import ConfigError
 from fabric.lighthouse.history.recovery import RecoveryRecord, ReplicaReturn
-from fabric.lighthouse.telemetry.traces import Traces, phases, trace_id
+from fabric.lighthouse.telemetry import Traces, phases, trace_id
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 
@@ -104,7 +104,7 @@ def test_phases_follow_one_another_even_where_clocks_do_not():
 def test_without_opentelemetry_installed_the_error_says_what_to_install():
     code = (
         "import sys; sys.modules['opentelemetry.sdk.trace'] = None\n"
-        "from fabric.lighthouse.telemetry.traces import Traces\n"
+        "from fabric.lighthouse.telemetry import Traces\n"
         "Traces('http://127.0.0.1:1')"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

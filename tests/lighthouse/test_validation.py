@@ -12,7 +12,7 @@ from fabric.lighthouse.connections.validation import (
     decode_status,
     parse_policy,
 )
-from fabric.lighthouse.jobs.job_store import job_of, record_key
+from fabric.lighthouse.jobs.job_history import job_of, record_key
 from fabric.model import Fence, SnapshotRef
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire

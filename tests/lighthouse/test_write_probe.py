@@ -14,10 +14,10 @@ from lighthouse_support import eventually
 from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
-from fabric.lighthouse.election.store_probe import WriteProbe
+from fabric.lighthouse.election import StoreProbe
 from fabric.store import Delete, Put, Store, open_store
 
-KEY = "/fabric/ns/probe"
+KEY = "/fabric/ns/"
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
@@ -25,7 +25,7 @@ async def test_a_store_with_room_is_asked_and_nothing_is_written(kind, tmp_path)
     store = open_store(f"sqlite://{tmp_path}/store.db") if kind == "sqlite" else MemoryStore(MemorySpace())
     await store.connect()
     before = await store.list("/")
-    assert await WriteProbe(store, KEY).ask() == ""
+    assert await StoreProbe(store, KEY).try_writing() == ""
     assert await store.list("/") == before, "not even its revision has changed"
     await store.close()
 
@@ -43,17 +43,17 @@ class Moody:
 
 async def test_only_a_refused_write_counts_as_a_failure_and_it_is_logged_once(caplog):
     store = Moody()
-    probe = WriteProbe(store, KEY)
+    probe = StoreProbe(store, KEY)
     for answer in (StoreUnavailable("away"), StoreIndefinite("lost"), TimeoutError()):
         store.answer = answer
-        assert await probe.ask() == ""
+        assert await probe.try_writing() == ""
     store.answer = StoreError("database space exceeded")
     for _ in range(3):
-        assert await probe.ask() == "database space exceeded"
+        assert await probe.try_writing() == "database space exceeded"
     store.answer = StoreUnavailable("away")
-    assert await probe.ask() == "database space exceeded", "nothing has said otherwise"
+    assert await probe.try_writing() == "database space exceeded", "nothing has said otherwise"
     store.answer = None
-    assert await probe.ask() == await probe.ask() == ""
+    assert await probe.try_writing() == await probe.try_writing() == ""
     assert caplog.messages == [
         "the store refuses writes: database space exceeded",
         "the store takes writes again",
@@ -71,14 +71,14 @@ async def test_a_full_etcd_is_reported_and_probed_again(tmp_path: Path):
         await asyncio.to_thread(wait_until, member.is_healthy, "etcd to be healthy")
         store = open_store(member.url)
         await store.connect()
-        probe = WriteProbe(store, KEY)
-        assert await probe.ask() == ""
+        probe = StoreProbe(store, KEY)
+        assert await probe.try_writing() == ""
         with pytest.raises(StoreError, match="space"):
             await fill(store)
-        assert "space" in await probe.ask()
+        assert "space" in await probe.try_writing()
         assert await store.get("/fill/0") is not None, "reads say nothing of it"
         await make_room(member, store)
-        assert await probe.ask() == ""
+        assert await probe.try_writing() == ""
         await store.close()
     finally:
         member.stop()
@@ -121,8 +121,7 @@ async def test_a_lighthouse_whose_store_refuses_writes_is_not_ready():
 
         await eventually(is_ready, "the lighthouse to be ready")
         assert (await says("/readyz"))[1]["store_takes_writes"] is True
-        assert lighthouse.parts.writes is not None
-        lighthouse.parts.writes.refusal = "database space exceeded"
+        lighthouse.parts.probe.refusal = "database space exceeded"
         status, body = await says("/readyz")
         assert status == 503 and body["store_reachable"] and not body["store_takes_writes"]
         assert (await says("/healthz"))[1]["ok"] is False

@@ -5,8 +5,7 @@ from mutants.mutant import Mutant
 from fabric.protocol.leader import admission
 from fabric.protocol.leader.adaptations import Adaptations, Relayouts
 from fabric.protocol.leader.base_choice import BaseChoice
-from fabric.protocol.leader.core import LeaderCore
-from fabric.protocol.leader.decisions import Decisions
+from fabric.protocol.leader.core import Decisions, LeaderCore
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.orders import OperatorOrders

@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric.errors import ConfigError
-from fabric.protocol.rules.lanes import HeldParameter, Lane, ReplicaLayout, lanes_of, lanes_of_rank
-from fabric.protocol.rules.tensor_region import TensorRegion
+from fabric.protocol.rules.lanes import (
+    HeldParameter,
+    Lane,
+    ReplicaLayout,
+    TensorRegion,
+    lanes_of,
+    lanes_of_rank,
+)
 
 Model = dict[str, tuple[int, ...]]
 

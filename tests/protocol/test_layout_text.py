@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from protocol.test_lanes import LINEAR, jobs, sharded, single
 
 from fabric.errors import ProtocolError
+from fabric.protocol.rules import lanes
 from fabric.protocol.rules import layout_text as layout_text_module
-from fabric.protocol.rules import tensor_region
-from fabric.protocol.rules.lanes import ReplicaLayout
+from fabric.protocol.rules.lanes import ReplicaLayout, TensorRegion
 from fabric.protocol.rules.layout_text import (
     MAX_CHARACTERS,
     check_layout,
@@ -21,7 +21,6 @@ from fabric.protocol.rules.layout_text import (
     layout_text,
     read_layout,
 )
-from fabric.protocol.rules.tensor_region import TensorRegion
 
 
 @given(jobs())
@@ -97,7 +96,7 @@ def cut(*counts: int) -> str:
 
 def test_parts_along_one_dimension_are_compared_with_their_neighbours_only(monkeypatch):
     """All pairs of 4,000 parts are 8 million comparisons, which held the lighthouse for minutes."""
-    monkeypatch.setattr(tensor_region, "MOST_COMPARISONS", 1)
+    monkeypatch.setattr(lanes, "MOST_COMPARISONS", 1)
     assert layout_summary(cut(4000)).parts == 4000
 
 
@@ -112,7 +111,7 @@ def test_the_sweep_finds_an_overlap_where_all_pairs_have_one(corners):
     regions = [TensorRegion((a, b), (c, d)) for a, b, c, d in corners]
     regions = list(dict.fromkeys(r for r in regions if r.elements))
     pairs = itertools.combinations(regions, 2)
-    assert (tensor_region.overlapping(regions) is not None) == any(a.common(b).elements for a, b in pairs)
+    assert (lanes.overlapping(regions) is not None) == any(a.common(b).elements for a, b in pairs)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from protocol.makers import record_of
 from protocol.test_leader import Lighthouse
 from protocol.test_leader_orders import UNIX_S, led, newcomer, on_hosts, order
 
+from fabric.protocol.leader import evidence
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages.roster_delta import for_members
-from fabric.protocol.rules import host_history
 
 DAY_S = 86400.0
 
@@ -18,7 +18,7 @@ def failed(*ages_days, host="h3", now=UNIX_S):
     """Return the history of a host that failed this many days ago, newest last."""
     known = ()
     for age in ages_days:
-        known = host_history.with_failures(known, {host: "a test"}, now - age * DAY_S, DAY_S)
+        known = evidence.with_failures(known, {host: "a test"}, now - age * DAY_S, DAY_S)
     return known
 
 
@@ -29,29 +29,29 @@ def failed(*ages_days, host="h3", now=UNIX_S):
 def test_two_failures_within_a_day_make_a_host_suspect_and_days_take_it_back(ages_days, suspect):
     (history,) = failed(*ages_days)
     assert history.times == len(ages_days)
-    assert (host_history.score(history, UNIX_S, DAY_S) >= host_history.SUSPECT) == suspect
+    assert (evidence.score(history, UNIX_S, DAY_S) >= evidence.SUSPECT) == suspect
 
 
 def test_a_failure_is_remembered_for_days_and_forgotten_after_a_week():
     known = failed(6)
-    assert [x.host for x in host_history.with_failures(known, {"h1": "why"}, UNIX_S, DAY_S)] == ["h1", "h3"]
+    assert [x.host for x in evidence.with_failures(known, {"h1": "why"}, UNIX_S, DAY_S)] == ["h1", "h3"]
     known = failed(8)
-    assert [x.host for x in host_history.with_failures(known, {"h1": "why"}, UNIX_S, DAY_S)] == ["h1"]
+    assert [x.host for x in evidence.with_failures(known, {"h1": "why"}, UNIX_S, DAY_S)] == ["h1"]
 
 
 def test_the_history_is_bounded_and_the_least_suspect_are_forgotten():
     known = failed(1, 0, host="bad")
-    for n in range(host_history.MAX_HOSTS + 50):
-        known = host_history.with_failures(known, {f"h{n:03}": "why"}, UNIX_S + n, DAY_S)
-    assert len(known) == host_history.MAX_HOSTS
+    for n in range(evidence.MAX_HOSTS + 50):
+        known = evidence.with_failures(known, {f"h{n:03}": "why"}, UNIX_S + n, DAY_S)
+    assert len(known) == evidence.MAX_HOSTS
     names = {x.host for x in known}
-    assert "bad" in names and "h000" not in names and f"h{host_history.MAX_HOSTS + 49:03}" in names
+    assert "bad" in names and "h000" not in names and f"h{evidence.MAX_HOSTS + 49:03}" in names
 
 
 def test_a_clock_that_goes_back_makes_no_host_more_suspect():
     (history,) = failed(1, 0)
-    assert host_history.score(history, UNIX_S - 1000.0, DAY_S) == history.score
-    (again,) = host_history.by_this_clock((history,), UNIX_S - 1000.0)
+    assert evidence.score(history, UNIX_S - 1000.0, DAY_S) == history.score
+    (again,) = evidence.by_this_clock((history,), UNIX_S - 1000.0)
     assert again.at == UNIX_S - 1000.0 and again.score == history.score
 
 

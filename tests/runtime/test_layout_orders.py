@@ -8,15 +8,16 @@ import sys
 import pytest
 
 from fabric.errors import ConfigError
-from fabric.runtime.layout_orders import (
+from fabric.runtime.rank_layout import (
     LayoutMemory,
     LayoutOffer,
     LayoutOrder,
+    RankLayout,
+    parse_layout,
     parse_order,
     read_offer,
     write_order,
 )
-from fabric.runtime.rank_layout import RankLayout, parse_layout
 
 OFFER = LayoutOffer(("ranks=4,tp=2", "ranks=2,tp=2"), ("ranks=4,layers=3+1",))
 
@@ -30,7 +31,7 @@ def launched():
 def test_a_rank_in_another_process_reads_the_offer_and_orders_a_layout(launched):
     launched.offer(OFFER)
     program = (
-        "import sys; from fabric.runtime.layout_orders import *; number = int(sys.argv[1]);"
+        "import sys; from fabric.runtime.rank_layout import *; number = int(sys.argv[1]);"
         "print(read_offer(number)); write_order(number, 'ranks=2,tp=2 without 1+3')"
     )
     rank = subprocess.run(

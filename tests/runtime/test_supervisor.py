@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric.runtime.config import supervisor
-from fabric.runtime.systemd import Supervisor
+from fabric.runtime.config import Supervisor, supervisor
 
 DEADLINE_S = 60
 

@@ -12,8 +12,7 @@ from fabric.client.control import lighthouse_link
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.errors import Unreachable
 from fabric.runtime.config import Settings
-from fabric.runtime.http.dial_errors import describe, permanent_cause
-from fabric.runtime.http.lighthouse_client import Lighthouses
+from fabric.runtime.http.lighthouse_client import Lighthouses, describe, permanent_cause
 from fabric.runtime.http.tls import Tls
 
 NONE = Tls()

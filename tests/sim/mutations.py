@@ -22,7 +22,7 @@ from sim.faults import Aims
 from sim.store import Store
 
 from fabric.model import Record
-from fabric.protocol.leader import decisions as leader_decisions
+from fabric.protocol.leader import core as leader_core
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Liveness
 from fabric.protocol.leader.rebuilds import RingRebuilder
@@ -199,7 +199,7 @@ def resume_by_the_maximum_committed(patch: Patch) -> None:
         newest = max(x.step for x in valid.values())
         return deciding._redo(record, valid, newest, work)
 
-    patch.setattr(leader_decisions, "decide", decide)
+    patch.setattr(leader_core, "decide", decide)
 
 
 def count_newcomers_prepared_rounds(patch: Patch) -> None:

@@ -27,9 +27,8 @@ from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberState
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import rank_messages as ro
-from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout
+from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion
 from fabric.protocol.rules.layout_text import layout_text
-from fabric.protocol.rules.tensor_region import TensorRegion
 
 if TYPE_CHECKING:
     from sim.faults import Aims

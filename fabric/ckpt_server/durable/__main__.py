@@ -17,7 +17,7 @@ from dataclasses import asdict
 from fabric.ckpt_server.durable.storage import StorageAway, StorageGone
 from fabric.ckpt_server.durable.writer import write
 from fabric.ckpt_server.format.manifest import check_manifest
-from fabric.ckpt_server.wire.durable_job import DurableJob
+from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.errors import FabricError, StateError
 from fabric.protocol.messages.wire import decode_as
 from fabric.runtime.config import armed_points

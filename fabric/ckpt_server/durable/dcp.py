@@ -34,7 +34,7 @@ try:
 except ImportError:  # before torch 2.15 the class has a private home only
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from fabric.ckpt_server.durable.manifest import MAX_JSON_BYTES, METADATA
+from fabric.ckpt_server.durable.reader import MAX_JSON_BYTES, METADATA
 from fabric.ckpt_server.durable.storage import Storage, storage_errors
 from fabric.ckpt_server.format.safetensors_file import FileHeader, read_header
 from fabric.ckpt_server.state.dtensor import Shardings

@@ -9,9 +9,10 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fabric.ckpt_server.durable.manifest import (
+from fabric.ckpt_server.durable.reader import (
     FORMAT,
     MANIFEST,
     MARKER,
@@ -19,21 +20,34 @@ from fabric.ckpt_server.durable.manifest import (
     METADATA,
     Attempt,
     attempts_to_delete,
+    list_checkpoints,
+    open_checkpoint,
     parse_manifest,
     parse_rank_shard,
     rank_shard_name,
 )
-from fabric.ckpt_server.durable.reader import list_checkpoints, open_checkpoint
 from fabric.ckpt_server.durable.storage import Storage, StorageAway, StorageGone
-from fabric.ckpt_server.format.digest import bytes_digest, file_digest
-from fabric.ckpt_server.format.manifest import state_digest
+from fabric.ckpt_server.format.manifest import bytes_digest, file_digest, state_digest
 from fabric.ckpt_server.format.safetensors_file import canonical_json
-from fabric.ckpt_server.wire.durable_job import DurableJob, DurableJobResult
+from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.errors import IntegrityError, StateError
 from fabric.model import SnapshotRef
 from fabric.runtime.failpoints import Failpoints
 
 _LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class DurableJobResult:
+    """``complete``: False for a rank other than 0, which writes its part alone. ``folder``: a URL.
+    ``warnings``: problems with deleting old attempts. ``conflict``: why a restart would not begin from it."""
+
+    folder: str
+    nbytes: int
+    seconds: float
+    complete: bool
+    warnings: tuple[str, ...] = ()
+    conflict: str = ""
 
 
 def write(

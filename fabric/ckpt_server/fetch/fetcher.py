@@ -28,10 +28,23 @@ from fabric.ckpt_server.fetch.http_source import (
     read_exactly,
     refusal,
 )
-from fabric.ckpt_server.fetch.local_source import HostMemory
-from fabric.ckpt_server.fetch.multi_source import MultiSourceFetch, Progress, Source, all_failed, source_error
-from fabric.ckpt_server.format.digest import SEAL, bytes_digest, seal
-from fabric.ckpt_server.format.manifest import DIGEST_DIGITS, check_manifest, is_hex, state_digest
+from fabric.ckpt_server.fetch.multi_source import (
+    HostMemory,
+    MultiSourceFetch,
+    Progress,
+    Source,
+    all_failed,
+    source_error,
+)
+from fabric.ckpt_server.format.manifest import (
+    DIGEST_DIGITS,
+    SEAL,
+    bytes_digest,
+    check_manifest,
+    is_hex,
+    seal,
+    state_digest,
+)
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES, is_count, parse_json
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.model import SnapshotRef

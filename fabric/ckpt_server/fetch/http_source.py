@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.format.manifest import bytes_digest, etag
 from fabric.ckpt_server.wire.compression import IDENTITY
-from fabric.ckpt_server.wire.http_preconditions import etag
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.runtime.http.token_file import TokenFile
 from fabric.transport.connecting import begin_connect

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -30,11 +30,77 @@ from fabric.ckpt_server.fetch.http_source import (
     SourceRefused,
     refusal,
 )
-from fabric.ckpt_server.fetch.local_source import HostMemory, MemoryBody
-from fabric.ckpt_server.format.digest import block_digest
+from fabric.ckpt_server.format.manifest import block_digest
+from fabric.ckpt_server.wire.channel_protocol import LOCAL_ASK_S, RequestChannel, close_all, local_socket_name
 from fabric.ckpt_server.wire.compression import IDENTITY, SHUFFLE, decompress
-from fabric.errors import Gone, IntegrityError, ProtocolError, StateError
+from fabric.errors import FabricError, Gone, IntegrityError, ProtocolError, StateError
+from fabric.model import SnapshotRef
 from fabric.runtime.priority import lower_priority
+
+# A snapshot read out of the memory of a checkpoint server on this host, not over the network.
+#
+# The reader connects to the server's unix socket, and checks with the kernel that the server runs as the
+# same user. It sends the job's token and the name of the state. It gets a read-only descriptor of the
+# memory, and reads it as a file. The server ends the connection when it withdraws the slot; bytes read
+# later may be of another state. So the reader verifies all bytes by the manifest's digests.
+
+
+class HostMemory:
+    """The reader's side: one snapshot in the memory of a server on this host. Any thread may read."""
+
+    def __init__(self, channel: RequestChannel, descriptors: list[int]) -> None:
+        self._channel = channel
+        self._descriptors = descriptors  # of the memory; empty after ``close``
+
+    @classmethod
+    def find(cls, place: str, state: SnapshotRef, token: str, nbytes: int) -> "HostMemory | None":
+        """Return the memory of the server at ``place`` (host:port) if it holds ``state`` of ``nbytes``, or
+        None.
+
+        The digest in ``state`` is that of the file."""
+        memory = None
+        try:
+            channel = RequestChannel(local_socket_name(place), f"the server at {place}", LOCAL_ASK_S)
+            memory = cls(channel, [])
+            _, memory._descriptors = channel.ask({**asdict(state), "token": token}, LOCAL_ASK_S)
+            if len(memory._descriptors) == 1 and os.fstat(memory._descriptors[0]).st_size >= nbytes:
+                return memory
+        except (OSError, FabricError) as error:
+            log.debug("%s is not read from its memory: %s", place, error)
+        if memory is not None:
+            memory.close()
+        return None
+
+    def body(self, begin: int) -> "MemoryBody":
+        """Return the bytes from ``begin`` on."""
+        return MemoryBody(self._descriptors[0], begin)
+
+    def still_there(self) -> bool:
+        """Whether the bytes read so far are of the wanted state; tell the server that we still read."""
+        return self._channel.send_sign()
+
+    def close(self) -> None:
+        """Let the server use the slot again. No thread may be reading."""
+        close_all(self._descriptors)
+        self._channel.close()
+
+
+class MemoryBody:
+    """Reads a snapshot's bytes in order, with the interface of ``HttpBody``."""
+
+    def __init__(self, descriptor: int, begin: int) -> None:
+        self._descriptor = descriptor
+        self._at = begin
+
+    def read(self, into: memoryview) -> None:
+        """Fill ``into``. Raises ConnectionError where the memory ends too early."""
+        while len(into):
+            # Read the memory and do not map it: the kernel copies as fast, without page tables.
+            count = os.preadv(self._descriptor, [into], self._at)
+            if not count:
+                raise ConnectionError(f"its memory ends {len(into)} bytes too early")
+            self._at, into = self._at + count, into[count:]
+
 
 # The blocks of a file that are still to be fetched, and the streams that claim them.
 #

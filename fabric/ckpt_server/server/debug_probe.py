@@ -24,12 +24,12 @@ from fabric.ckpt_server.wire.channel_protocol import (
     STACKS_NAME,
     STACKS_SIGNAL,
     LineBuffer,
-    decode_line,
     encode_line,
 )
 from fabric.errors import ConfigError, FabricError, Refused
 from fabric.model import Fence, incident_id_of
 from fabric.protocol.messages.network import EpochNotice
+from fabric.protocol.messages.wire import decode_line
 from fabric.runtime import logs
 from fabric.runtime.logs import fields
 from fabric.runtime.private_folder import check_peer, open_private, socket_path

@@ -11,16 +11,16 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import fabric
 from fabric.ckpt_server.format.manifest import check_manifest, state_digest
 from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
-from fabric.ckpt_server.wire.durable_job import DurableJob
+from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.errors import Refused
-from fabric.model import Int64, SnapshotRef
+from fabric.model import SnapshotRef
 
 log = logging.getLogger(__name__)
 
@@ -39,20 +39,6 @@ _OVERTAKEN = {
 _HERE = Path(fabric.__file__).resolve().parent.parent
 
 
-@dataclass(frozen=True, slots=True)
-class PersistRequest:
-    """A trainer's request: write the held snapshot of this step as a durable checkpoint. See ``DurableJob``
-    for the other fields."""
-
-    generation: Int64
-    step: Int64
-    url: str
-    incarnation: Int64
-    keep: Int64
-    required: bool = False
-    urgent: bool = False  # the trainer will be killed soon: end an earlier writer, at full priority
-
-
 class DurableJobs:
     """Runs the writers. ``newest``: the last checkpoint completed here. ``error``: why the last attempt
     failed, or empty. ``seconds``: the last attempt's duration.
@@ -60,12 +46,10 @@ class DurableJobs:
     A checkpoint whose memory was needed is skipped, not failed, if the one before it was written. It never
     replaces the error of storage, such as a full disk."""
 
-    def __init__(self, job: str, replica: str, memory: SlotTable) -> None:
-        self._job = job
-        self._replica = replica
+    def __init__(self, memory: SlotTable) -> None:
         self._memory = memory
         self._task: asyncio.Task[None] | None = None
-        self._next: PersistRequest | None = None  # the request to write next
+        self._next: DurableJob | None = None  # the request to write next
         self._incarnation = 0  # the incarnation of the trainer whose snapshot the task writes
         self.newest: SnapshotRef | None = None
         self.error = ""
@@ -86,7 +70,7 @@ class DurableJobs:
         where = {"generation": newest.generation, "step": newest.step}
         return {"idle": self.is_idle, **where, "error": self.error}
 
-    def start(self, request: PersistRequest) -> None:
+    def start(self, request: DurableJob) -> None:
         """Begin to write, or queue the request; a later request replaces a queued one.
 
         Raises Refused where the step is not held. Gives up the request of an earlier trainer process, because
@@ -116,16 +100,16 @@ class DurableJobs:
             self._task.cancel()
             await asyncio.wait({self._task})
 
-    async def _run(self, request: PersistRequest, before: asyncio.Task[None] | None) -> None:
+    async def _run(self, request: DurableJob, before: asyncio.Task[None] | None) -> None:
         if before is not None and not before.done():
             before.cancel()
             await asyncio.wait({before})
-        wanted: PersistRequest | None = request
+        wanted: DurableJob | None = request
         while wanted is not None:
             await self._persist_patiently(wanted)
             wanted, self._next = self._next, None
 
-    async def _persist_patiently(self, request: PersistRequest) -> None:
+    async def _persist_patiently(self, request: DurableJob) -> None:
         """Write it, and try again while storage is away, up to AWAY_S; a newer request ends the tries."""
         began, pause_s, failures, self._made = time.monotonic(), _PAUSE_S, self.failures, False
         while self._next is None and await self._persist(request):
@@ -135,7 +119,7 @@ class DurableJobs:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _persist(self, request: PersistRequest) -> bool:
+    async def _persist(self, request: DurableJob) -> bool:
         """Write it once; return whether it failed because storage is away."""
         begun = time.monotonic()
         try:
@@ -163,12 +147,7 @@ class DurableJobs:
         log.info("durable checkpoint of step %d: %s, %.1f s", request.step, outcome["folder"], self.seconds)
         return False
 
-    def _order(self, request: PersistRequest) -> DurableJob:
-        names = self._job, self._replica
-        order = DurableJob(request.url, *names, request.incarnation, request.keep)
-        return replace(order, required=request.required, made=self._made, urgent=request.urgent)
-
-    async def _write(self, request: PersistRequest) -> dict[str, Any]:
+    async def _write(self, request: DurableJob) -> dict[str, Any]:
         slot = self._memory.find(SNAPSHOT, request.step, request.generation)
         if slot is None:
             return dict(_OVERTAKEN)
@@ -201,7 +180,7 @@ class DurableJobs:
         try:
             # While the process started, the trainer may have used the slot for another snapshot.
             with slot.reading(kill, content):
-                body = {"order": asdict(self._order(request)), "manifest": manifest}
+                body = {"order": asdict(replace(request, made=self._made)), "manifest": manifest}
                 with contextlib.suppress(ConnectionError):
                     process.stdin.write(json.dumps(body).encode() + b"\n")
                     await process.stdin.drain()

@@ -90,7 +90,7 @@ class _SlotCollector(Collector):
 
     def _content(self) -> Iterator[Metric]:
         for kind in (SNAPSHOT, GRADIENT):
-            held = [slot.content for slot in self._memory.held(kind) if slot.content is not None]
+            held = self._memory.contents(kind)
             count = GaugeMetricFamily(f"fabric_ckpt_{kind}s", f"Published {kind}s.")
             count.add_metric([], len(held))
             yield count

@@ -16,22 +16,21 @@ import secrets
 import shutil
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fabric.ckpt_server.fetch.http_source import HttpAddress
-from fabric.ckpt_server.server.crash_position import CrashLog
 from fabric.ckpt_server.server.debug_probe import DebugProbe
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.routes import CkptContext, make_app
-from fabric.ckpt_server.server.slots import SlotTable
-from fabric.ckpt_server.server.trainer_channel import ServerIdentity, TrainerChannel
+from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.server.trainer_status import StatusSender, StatusSource
-from fabric.ckpt_server.server.trainer_watch import FIRST_TRAINER_S, Lifetime, TrainerWatch
-from fabric.ckpt_server.server.unix_sockets import LocalReadServer
+from fabric.ckpt_server.server.trainer_watch import FIRST_TRAINER_S, CrashLog, Lifetime, TrainerWatch
+from fabric.ckpt_server.server.unix_sockets import LocalReadServer, ServerIdentity, TrainerChannel
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, Refused
@@ -152,7 +151,7 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
     token = TokenFile(settings.token_file)
     check_exposure(settings.bind, token.shown() or None)
     slots, trainer = SlotTable(), TrainerWatch()
-    durable, probe = DurableJobs(settings.job, settings.replica, slots), DebugProbe(settings.run_dir, trainer)
+    durable, probe = DurableJobs(slots), DebugProbe(settings.run_dir, trainer)
     parts = _ServerParts(settings, token, slots, trainer, durable, probe, Lifetime(settings.orphan_s))
     with own_folder(settings.run_dir):
         try:
@@ -226,20 +225,20 @@ def _status_sender(parts: _ServerParts, identity: ServerIdentity) -> StatusSende
     crash_log = CrashLog(slots, trainer)
 
     def compose(number: int) -> TrainerStatus:
-        state = trainer.state
+        state, held, now = trainer.state, slots.contents(SNAPSHOT), time.monotonic()
         return TrainerStatus(
             replica=settings.replica,
             incarnation=trainer.incarnation,
             trainer=state,
             number=number,
             ckpt=identity.url + (f"#{settings.rank}" if settings.rank else ""),
-            snapshots=slots.snapshot_refs(),
+            snapshots=tuple(content.ref for content in held),
             deaths=crash_log.seen(state),
             rank=settings.rank,
-            ages_s=slots.snapshot_ages_s(),
+            ages_s=tuple(round(now - content.taken, 3) for content in held),
             durable=(durable.newest,) if durable.newest is not None else (),
             durable_error=durable.error,
-            parts=slots.snapshot_parts(),
+            parts=tuple(content.parts for content in held),
             ended=trainer.ended,
         )
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from prometheus_client import Counter
 
-from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.format.manifest import bytes_digest, etag
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.format.tensor_slices import (
     SliceBounds,
@@ -36,19 +36,10 @@ from fabric.ckpt_server.format.tensor_slices import (
 )
 from fabric.ckpt_server.server.debug_probe import DebugProbe, TrainerSilent, parse_flight
 from fabric.ckpt_server.server.metrics import CkptMetrics
-from fabric.ckpt_server.server.slot_content import SlotContent
-from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotTable
+from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotContent, SlotTable
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Compressor, choose
 from fabric.ckpt_server.wire.compression import PIECE_BYTES as WORK_BYTES
-from fabric.ckpt_server.wire.http_preconditions import (
-    PreconditionFailed,
-    Unsatisfiable,
-    check_if_match,
-    etag,
-    is_unchanged,
-    wanted_range,
-)
 from fabric.errors import ProtocolError, Refused
 from fabric.runtime.http.http_service import (
     STALL_S,
@@ -61,6 +52,61 @@ from fabric.runtime.http.http_service import (
 )
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.priority import lower_priority
+
+# Range, If-Range, If-Match and If-None-Match by RFC 9110, for one strong ETag.
+#
+# A request may ask for one range; several ranges are refused with a sentence. The functions are pure.
+
+
+_RANGE = re.compile(r"bytes=\s*(\d{0,19})-(\d{0,19})", re.ASCII | re.IGNORECASE)
+
+
+def check_if_match(header: str | None, tag: str) -> None:
+    """Answers 412 unless ``header`` is absent, ``*``, or lists ``tag``."""
+    if header is None or header.strip() == "*":
+        return
+    if tag not in (entry.strip() for entry in header.split(",")):
+        raise web.HTTPPreconditionFailed(
+            text=f"what is held has the tag {tag}, not the one in If-Match: ask anew"
+        )
+
+
+def is_unchanged(header: str | None, tag: str) -> bool:
+    """Whether If-None-Match (``header``) says that the reader has this content: then the answer is 304."""
+    if header is None:
+        return False
+    listed = (entry.strip().removeprefix("W/") for entry in header.split(","))
+    return header.strip() == "*" or tag in listed
+
+
+def wanted_range(header: str | None, if_range: str | None, tag: str, nbytes: int) -> tuple[int, int] | None:
+    """Return (begin, end) of the bytes that a GET wants, or None for all of them.
+
+    Ignores a unit other than bytes, and a range whose If-Range does not match, as the RFC says. Raises
+    ProtocolError for several or malformed ranges, and answers 416 for a range without a byte.
+    """
+    if header is None or (if_range is not None and if_range.strip() != tag):
+        return None
+    unit, equals, _ = header.partition("=")
+    if equals and unit.strip().lower() != "bytes":
+        return None
+    match = _RANGE.fullmatch(header.strip())
+    if match is None or match.groups() == ("", ""):
+        raise ProtocolError("the header Range must be one range such as bytes=0-99, bytes=100- or bytes=-99")
+    first, last = match.groups()
+    if not first:
+        begin, end = max(nbytes - int(last), 0), nbytes
+    elif last and int(last) < int(first):
+        raise ProtocolError("the header Range ends before it begins: give it as bytes=FIRST-LAST")
+    else:
+        begin, end = int(first), min(int(last) + 1, nbytes) if last else nbytes
+    if begin >= end:
+        raise web.HTTPRequestRangeNotSatisfiable(
+            text=f"the range has none of the {nbytes} bytes there are: begin below {nbytes}",
+            headers={"Content-Range": f"bytes */{nbytes}"},
+        )
+    return begin, end
+
 
 # Sends a slot's bytes over HTTP straight from shared memory, and never bytes that are being overwritten.
 #
@@ -128,8 +174,8 @@ async def send(
     """Answer ``request`` with the content of ``slot`` or an excerpt, or with the wanted range of it.
 
     The content is compressed if the request accepts that and wants no range. Raises ConnectionResetError when
-    the connection ended early (the slot was withdrawn, the reader left or stalled). Raises
-    PreconditionFailed, Unsatisfiable and ProtocolError for bad headers.
+    the connection ended early (the slot was withdrawn, the reader left or stalled). Refuses bad headers with
+    ProtocolError, 412 or 416.
     """
     is_whole = request.method == "GET" and "Range" not in request.headers
     wanted = choose(request.headers.get("Accept-Encoding")) if is_whole else IDENTITY
@@ -363,10 +409,7 @@ class CkptRoutes:
         with_tensors = query_integer(request, "tensors", low=0, high=1) != 0
         body = content.manifest if with_tensors else content.manifest_without_tensors
         tag = etag(bytes_digest(memoryview(body)))
-        try:
-            check_if_match(request.headers.get("If-Match"), tag)
-        except PreconditionFailed as error:
-            return json_error(412, str(error))
+        check_if_match(request.headers.get("If-Match"), tag)
         if is_unchanged(request.headers.get("If-None-Match"), tag):
             return web.Response(status=304, headers={"ETag": tag})
         headers = {**content.headers, "ETag": tag, "Cache-Control": "no-store"}
@@ -375,7 +418,7 @@ class CkptRoutes:
     @_of_snapshot
     async def data(self, request: web.Request, slot: SharedSlot, _: SlotContent) -> web.StreamResponse:
         """Answer with the snapshot's bytes: a whole safetensors file, or a range of it."""
-        return await self._send(request, slot)
+        return await send(request, slot, self._parts.metrics)
 
     @_of_snapshot
     async def tensor(
@@ -383,11 +426,8 @@ class CkptRoutes:
     ) -> web.StreamResponse:
         """Answer with the little-endian bytes of a tensor, a slice, or a range; headers give dtype and
         shape."""
-        span = _tensor(request, content)
-        if isinstance(span, web.Response):
-            return span
-        excerpt = _excerpt(request, content, span)
-        return excerpt if isinstance(excerpt, web.Response) else await self._send(request, slot, excerpt)
+        excerpt = _excerpt(request, content, _tensor(request, content))
+        return await send(request, slot, self._parts.metrics, excerpt)
 
     @_of_snapshot
     async def blocks(
@@ -402,9 +442,12 @@ class CkptRoutes:
         size, nbytes = content.block_bytes, content.nbytes
         if last * size >= nbytes:
             there = -(-nbytes // size)
-            return json_error(404, f"there is no block {last}: the manifest lists blocks 0 to {there - 1}")
+            raise web.HTTPNotFound(
+                text=f"there is no block {last}: the manifest lists blocks 0 to {there - 1}"
+            )
         begin, end = first * size, min((last + 1) * size, nbytes)
-        return await self._send(request, slot, Excerpt(begin, end - begin, f"-blocks-{first}-{last}"))
+        excerpt = Excerpt(begin, end - begin, f"-blocks-{first}-{last}")
+        return await send(request, slot, self._parts.metrics, excerpt)
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
         """Answer with minimum, maximum, mean, norm and the number of non-finite elements of a tensor."""
@@ -416,10 +459,7 @@ class CkptRoutes:
     async def _statistics(
         self, request: web.Request, slot: SharedSlot, content: SlotContent
     ) -> web.StreamResponse:
-        span = _tensor(request, content)
-        if isinstance(span, web.Response):
-            return span
-        over = threading.Event()
+        span, over = _tensor(request, content), threading.Event()
         with slot.reading(over.set) as view:
             data = view[span.begin : span.end]
             try:
@@ -441,7 +481,7 @@ class CkptRoutes:
         memory = self._parts.memory
         slot = await memory.wait_gradient(step, generation, wait_s)
         if slot is not None:
-            return await self._send(request, slot)
+            return await send(request, slot, self._parts.metrics)
         gone = memory.gradient_is_gone(step, generation)
         why = "is not held any more" if gone else "is not held yet"
         return self._not_held(GRADIENT, f"the gradient of step {step} {why}", gone)
@@ -482,8 +522,6 @@ class CkptRoutes:
         """Answer with torch's recording of the trainer's collectives; ``last``: only this many calls."""
         last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
         answer = await self._ask_trainer("flight")
-        if isinstance(answer, web.Response):
-            return answer
         flight = await asyncio.to_thread(parse_flight, answer.get("recording"))
         if last is not None and isinstance(flight, dict) and isinstance(flight.get("entries"), list):
             flight = {**flight, "entries": flight["entries"][-last:]}
@@ -492,19 +530,17 @@ class CkptRoutes:
     async def exchange(self, request: web.Request) -> web.Response:
         """Answer with the trainer's recording of its newest exchanges with the other replicas."""
         answer = await self._ask_trainer("exchange")
-        if isinstance(answer, web.Response):
-            return answer
         return web.json_response({name: value for name, value in answer.items() if name != "ok"})
 
-    async def _ask_trainer(self, what: str) -> dict[str, Any] | web.Response:
-        """Return the trainer's own answer, or the response that says why there is none."""
+    async def _ask_trainer(self, what: str) -> dict[str, Any]:
+        """Return the trainer's own answer. Answers 504 or 404 where there is none."""
         self._parts.probe.require_process()
         try:
             return await self._parts.probe.ask(what)
         except TrainerSilent as error:
-            return json_error(504, str(error))
+            raise web.HTTPGatewayTimeout(text=str(error)) from error
         except Refused as error:
-            return json_error(404, str(error))
+            raise web.HTTPNotFound(text=str(error)) from error
 
     def find(self, request: web.Request) -> SharedSlot | web.Response:
         """Return the slot of the snapshot that the path names, or a response that no slot holds it."""
@@ -519,26 +555,13 @@ class CkptRoutes:
         return self._not_held(SNAPSHOT, asked, gone=step is not None)
 
     def _not_held(self, kind: str, sentence: str, gone: bool) -> web.Response:
-        available = [c.step for c in self._contents(kind)]
+        available = [c.step for c in self._parts.memory.contents(kind)]
         hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
         return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
 
-    async def _send(
-        self, request: web.Request, slot: SharedSlot, excerpt: Excerpt | None = None
-    ) -> web.StreamResponse:
-        try:
-            return await send(request, slot, self._parts.metrics, excerpt)
-        except Unsatisfiable as error:
-            return json_error(416, str(error), headers={"Content-Range": f"bytes */{error.nbytes}"})
-        except PreconditionFailed as error:
-            return json_error(412, str(error))
-
-    def _contents(self, kind: str) -> list[SlotContent]:
-        return [slot.content for slot in self._parts.memory.held(kind) if slot.content is not None]
-
     def _listing(self, kind: str) -> list[dict[str, object]]:
         now = time.monotonic()
-        return [{**c.entry, "age_s": round(now - c.taken, 3)} for c in self._contents(kind)]
+        return [{**c.entry, "age_s": round(now - c.taken, 3)} for c in self._parts.memory.contents(kind)]
 
 
 def _step(request: web.Request) -> int | None:
@@ -551,15 +574,15 @@ def _step(request: web.Request) -> int | None:
     raise ProtocolError(f'"{text[:40]}" is no step: give a number or latest')
 
 
-def _tensor(request: web.Request, content: SlotContent) -> TensorSpan | web.Response:
-    """Return the tensor that the path names, or an error response; the name is only looked up."""
+def _tensor(request: web.Request, content: SlotContent) -> TensorSpan:
+    """Return the tensor that the path names, or answer 404; the name is only looked up."""
     name = request.match_info["tensor"]
     span = content.tensors.get(name)
     if span is not None:
         return span
     near = _near(name[:200], content.tensors)
     hint = f"did you mean {', '.join(near)}?" if near else "the manifest lists them"
-    return json_error(404, f"step {content.step} has no tensor {name[:200]}: {hint}")
+    raise web.HTTPNotFound(text=f"step {content.step} has no tensor {name[:200]}: {hint}")
 
 
 def _near(name: str, names: Iterable[str]) -> list[str]:
@@ -572,9 +595,9 @@ def _near(name: str, names: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, ordered[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS], n=3)
 
 
-def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Excerpt | web.Response:
-    """Return the part of the tensor that the request wants. Raises ProtocolError for a slice outside of
-    it."""
+def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Excerpt:
+    """Return the part of the tensor that the request wants. Raises ProtocolError for a slice outside of it;
+    answers 404 where this rank holds nothing of the slice."""
     text, of = request.query.get("slice"), request.query.get("of", "part")
     if of not in ("part", "whole"):
         raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")
@@ -586,8 +609,8 @@ def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Ex
     box = local_part(parse_slice(text, shard.shape), shard, span.shape)
     held = in_whole(tuple((0, size) for size in span.shape), shard)
     if box is None:
-        return json_error(
-            404, f"this rank holds {slice_text(held)} of {span.name[:200]}, nothing of that slice"
+        raise web.HTTPNotFound(
+            text=f"this rank holds {slice_text(held)} of {span.name[:200]}, nothing of that slice"
         )
     excerpt = Excerpt.of_tensor(span, box)
     return replace(excerpt, headers={**excerpt.headers, "X-Fabric-Slice": slice_text(in_whole(box, shard))})

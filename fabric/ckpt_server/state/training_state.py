@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
+from fabric.ckpt_server.format.manifest import BlockDigests, digest_of_blocks
 from fabric.ckpt_server.format.safetensors_file import (
     ELEMENT_BYTES,
     Preamble,

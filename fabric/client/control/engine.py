@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 
 import uvloop
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.state.content_digest import ContentDigests
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.link_echo import run_echo

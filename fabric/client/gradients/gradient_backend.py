@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
-from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.format.manifest import bytes_digest
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import Bucket, FlatGradients, NamedParameter
 from fabric.ftar.device.cuda import CudaDevice, CudaEvent

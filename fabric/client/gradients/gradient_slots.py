@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import FabricError, StateError
 from fabric.ftar.device.cuda import CudaEvent

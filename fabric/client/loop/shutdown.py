@@ -21,7 +21,7 @@ from fabric.model import JobEnd
 from fabric.protocol.messages import member_events as io
 from fabric.runtime import logs
 from fabric.runtime.config import Settings, layout_orders
-from fabric.runtime.layout_orders import write_order
+from fabric.runtime.rank_layout import write_order
 
 # The last words of a process whose user code raised without a micro-batch.
 BARE = (

@@ -21,10 +21,10 @@ from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sha
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
 from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest
-from fabric.runtime.clock import seconds_since_boot
 from fabric.runtime.config import Settings, advertised_host, layout_orders
 from fabric.runtime.http.http_service import url_host
-from fabric.runtime.layout_orders import read_offer
+from fabric.runtime.rank_layout import read_offer
+from fabric.runtime.system_calls import seconds_since_boot
 from fabric.transport.greeting import Greeting
 
 

@@ -2,11 +2,11 @@
 
 If the process dies there, the checkpoint server reports the micro-batch to the lighthouse. A micro-batch at
 which two processes died is poison, which the lighthouse assigns to no process. See
-``fabric.ckpt_server.server.crash_position``.
+``fabric.ckpt_server.server.trainer_watch``.
 """
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.server.crash_position import MARKER_BYTES, encode_marker
+from fabric.ckpt_server.attach import ServerHandle
+from fabric.ckpt_server.server.trainer_watch import MARKER_BYTES, encode_marker
 from fabric.errors import FabricError
 
 

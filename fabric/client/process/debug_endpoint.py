@@ -23,11 +23,11 @@ from fabric.ckpt_server.wire.channel_protocol import (
     DEBUG_SOCKET_NAME,
     STACKS_NAME,
     STACKS_SIGNAL,
-    decode_line,
     encode_line,
 )
 from fabric.client.process.local_socket import listen, receive_line
 from fabric.errors import ConfigError, FabricError, Refused
+from fabric.protocol.messages.wire import decode_line
 from fabric.runtime.private_folder import open_private, peer_of
 
 _MAX_QUESTION_BYTES = 4096

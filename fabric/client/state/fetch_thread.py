@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from fabric.ckpt_server.fetch.fetcher import GradientMeta
-from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.format.manifest import bytes_digest
 from fabric.client.process.worker import Worker
 from fabric.client.state.gradient_pieces import PieceFetcher
 from fabric.client.state.state_loader import FetchedState, NoSlotMemory, StateLoader, fetch_failure

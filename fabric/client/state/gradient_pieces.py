@@ -11,14 +11,13 @@ from dataclasses import replace
 import torch
 
 from fabric.ckpt_server.fetch.fetcher import GradientMeta, StateFetcher
-from fabric.ckpt_server.format.digest import bytes_digest
+from fabric.ckpt_server.format.manifest import bytes_digest
 from fabric.errors import FabricError, Gone, StateError
 from fabric.ftar.lanes import FlatPlaces, LaneDirectory
 from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io
-from fabric.protocol.rules.lanes import HeldParameter
+from fabric.protocol.rules.lanes import HeldParameter, TensorRegion
 from fabric.protocol.rules.layout_text import read_layout
-from fabric.protocol.rules.tensor_region import TensorRegion
 
 # Seconds of waiting for one member's gradient before asking the next member.
 _TURN_S = 1.0

@@ -8,8 +8,7 @@ from typing import Any
 
 from fabric.ckpt_server.format.safetensors_file import read_header
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
-from fabric.ckpt_server.reading.merged_state import MergedState
-from fabric.ckpt_server.reading.state_source import BlockState, ReadableState, open_state
+from fabric.ckpt_server.reading import BlockState, MergedState, ReadableState, open_state
 from fabric.ckpt_server.state.training_state import values_of
 from fabric.errors import IntegrityError, StateError
 from fabric.runtime.config import reader_access

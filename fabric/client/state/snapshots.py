@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
+from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.manifest import of_rank, state_digest
-from fabric.ckpt_server.state.block_copy import BlockPass
 from fabric.ckpt_server.state.content_digest import ContentDigests
-from fabric.ckpt_server.state.snapshot import Copier, SnapshotDigests, build_manifest
+from fabric.ckpt_server.state.snapshot import BlockPass, Copier, SnapshotDigests, build_manifest
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.mutation_guard import UNNAMED, MutationGuard, WriteWatch

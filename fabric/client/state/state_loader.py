@@ -12,11 +12,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from fabric.ckpt_server.fetch.fetcher import FetchResult, StateFetcher
-from fabric.ckpt_server.format.digest import file_digest
-from fabric.ckpt_server.format.manifest import state_digest
+from fabric.ckpt_server.format.manifest import file_digest, state_digest
 from fabric.ckpt_server.format.safetensors_file import read_preamble
-from fabric.ckpt_server.reshard.rank_files import LayoutChanged, RankFile, ServedRankFile, StoredRankFile
-from fabric.ckpt_server.reshard.relayout import Layout, Misfit, reshard
+from fabric.ckpt_server.reshard import (
+    Layout,
+    LayoutChanged,
+    Misfit,
+    RankFile,
+    ServedRankFile,
+    StoredRankFile,
+    reshard,
+)
 from fabric.client.state.durable_policy import DurableCheckpoints, StorageUnavailable
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError, Gone, IntegrityError, StateError

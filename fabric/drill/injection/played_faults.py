@@ -20,7 +20,8 @@ from pathlib import Path
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.errors import ProtocolError, Refused
-from fabric.runtime.drill_orders import CLOCK, DRILL_SOCKET_NAME, LINKS, PointOrder, read_line
+from fabric.protocol.messages.wire import decode_line
+from fabric.runtime.drill_orders import ADVICE, CLOCK, DRILL_SOCKET_NAME, LINKS, PointOrder
 from fabric.runtime.private_folder import socket_path
 from fabric.runtime.system_calls import available_bytes, bytes_of
 
@@ -84,7 +85,7 @@ class SentOrder:
                 f"no trainer takes orders of a drill in {run_dir} ({error}): start it with FABRIC_DRILL=1"
             ) from error
         answer, _, self._data = self._data.partition(b"\n")
-        body = read_line(answer)
+        body = decode_line(answer, ADVICE)
         if body.get("ok") is not True:
             self._socket.close()
             raise Refused(str(body.get("error"))[:300])
@@ -100,7 +101,7 @@ class SentOrder:
                 if len(self._data) > _MAX_BYTES:
                     raise ProtocolError("the trainer's reports are too long: use a trainer of this version")
         *lines, self._data = self._data.split(b"\n")
-        for body in map(read_line, lines):
+        for body in (decode_line(line, ADVICE) for line in lines):
             if "hit" in body:
                 self.hit_step, self.hits = int(body.get("step") or 0), self.hits + 1
                 self.about = self.about or str(body.get("about") or "")[:200]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fabric.runtime.clock import boot_id
+from fabric.runtime.system_calls import boot_id
 
 _cuda: Any = torch.cuda  # torch declares no types for its streams and events
 _log = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fabric.ckpt_server.attach.server_handle import ServerHandle
-from fabric.ckpt_server.format.digest import BlockDigests, digest_of_blocks
-from fabric.ckpt_server.format.manifest import make_manifest
+from fabric.ckpt_server.attach import ServerHandle
+from fabric.ckpt_server.format.manifest import BlockDigests, digest_of_blocks, make_manifest
 from fabric.ckpt_server.state.training_state import capture, host_bytes
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.client.state.restored_values import restore_values

@@ -1,4 +1,4 @@
-"""One member's WebSocket as a job uses it: a write returns at once.
+"""The connections of members: their admission, their layouts, and writes that return at once.
 
 Thousands of sessions get the same message, so the job encodes it once and passes the bytes to the transport.
 The queue for a member that does not read is bounded. A connection is cut if its queue exceeds the bound, or
@@ -6,17 +6,22 @@ if it does not close in time.
 """
 
 import asyncio
+import math
 import struct
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
+from fabric.errors import FabricError, ProtocolError
 from fabric.model import Record
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.network import EpochNotice, HeartbeatAck, LeaderMessage
+from fabric.protocol.rules.layout_text import known_layout, layout_summary
 
 # Fabric's close codes; 1008 is the standard's "policy violation", used for a message that is not valid.
 NOT_THE_LEADER = 4001
@@ -203,3 +208,168 @@ class SendPacer:
             self._turns.add(partial(connection.send, frame), len(frame))
         else:
             connection.send(frame)
+
+
+# Admits connections a few at a time: after a fail-over thousands come back at once.
+#
+# Admitting a connection costs as much as a dozen heartbeats. So connections wait in a queue, and every turn
+# of the loop admits a few. Heartbeats and answers travel between the turns. A long turn admits more. A
+# connection that would have to wait too long is refused at once, with the time after which to connect
+# again. That time grows with the number of refusals, which spreads the new attempts. The queue reports its
+# overload to the cores, because a member that has not reconnected may wait in it.
+
+
+# The number of members that the queue admits within the time that a member waits for its connection.
+MOST_WAITING = 1000
+_ADMITTED_PER_TURN = 8
+# The most members that one turn admits. A long turn must admit many, or admitted members take all the time.
+_MOST_PER_TURN = 50
+# Roughly the rate at which a busy lighthouse admits members; the rate only spreads new attempts.
+PER_S = 500
+_AGAIN_S = (1, 30)
+# Within so many seconds a waiting connection is admitted, or gives up and connects again.
+_QUEUE_S = 3.0
+# An overload is reported again when its expected end has moved by this many seconds.
+_LONGER_S = 0.5
+
+
+class AdmissionQueue:
+    """One queue for all jobs of a lighthouse. When the overload lasts longer than reported, ``on_overload``
+    gets the number of seconds for which connections may still wait. ``per_s``: rough rate of admission."""
+
+    def __init__(
+        self,
+        most_waiting: int = MOST_WAITING,
+        on_overload: Callable[[float], None] = lambda _: None,
+        per_s: float = PER_S,
+    ) -> None:
+        self.on_overload = on_overload
+        self._most_waiting = most_waiting
+        self._per_s = per_s
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._refused = 0  # number of refusals since the queue was last empty
+        self._reported_until = 0.0
+        self._turn_at = 0.0  # the time when the queue last admitted a member
+
+    async def admit(self) -> int:
+        """Wait for admission and return 0; if the queue is full, return at once the seconds until the next
+        attempt."""
+        if len(self._waiting) >= self._most_waiting:
+            self._refused += 1
+            seconds = math.ceil((self._most_waiting + self._refused) / self._per_s)
+            seconds = min(max(seconds, _AGAIN_S[0]), _AGAIN_S[1])
+            self._report(seconds + _QUEUE_S)
+            return seconds
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            self._turn_at = loop.time()
+            loop.call_soon(self._admit_next)
+        await turn
+        return 0
+
+    def _admit_next(self) -> None:
+        loop = asyncio.get_running_loop()
+        took_s, self._turn_at = loop.time() - self._turn_at, loop.time()
+        left = max(_ADMITTED_PER_TURN, min(int(took_s * self._per_s), _MOST_PER_TURN))
+        while self._waiting and left:
+            turn = self._waiting.popleft()
+            if not turn.done():  # the closing of the member's connection may have cancelled this turn
+                turn.set_result(None)
+                left -= 1
+        if self._waiting:
+            loop.call_soon(self._admit_next)
+            self._report(_QUEUE_S)
+        else:
+            self._refused = 0
+
+    def _report(self, seconds: float) -> None:
+        until = asyncio.get_running_loop().time() + seconds
+        if until > self._reported_until + _LONGER_S:
+            self._reported_until = until
+            self.on_overload(seconds + _LONGER_S)
+
+
+# Reads the layouts that sessions announce in a thread, because a long one would hold the loop of all jobs.
+#
+# The verdict about a layout is kept by its text. So only the first session of a layout waits for the
+# thread.
+
+
+class LayoutReader:
+    """One thread for all jobs. A job has at most one layout in it, so no job waits for many of another."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._of_job: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def read(self, job: str, text: str) -> None:
+        """Read this layout. Raises ProtocolError for a text that is not the layout of a whole model."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "fabric-layouts")
+        lock = self._of_job.get(job)
+        if lock is None:
+            lock = self._of_job[job] = asyncio.Lock()
+        async with lock:
+            await asyncio.get_running_loop().run_in_executor(self._thread, layout_summary, text)
+
+
+class LayoutGate:
+    """Holds the messages of one connection back while the thread reads the layout of its session.
+
+    ``take`` gets each held message once the layout is read, or ``refuse`` the error.
+    """
+
+    def __init__(self, reader: LayoutReader, job: str, transport: asyncio.Transport | None) -> None:
+        self._reader = reader
+        self._job = job
+        self._transport = transport
+        self._held: list[str] = []
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def is_shut(self) -> bool:
+        return self._reading is not None
+
+    def holds(self, text: str) -> bool:
+        """Keep this message while the gate is shut; return whether it was kept."""
+        if self._reading is None:
+            return False
+        self._held.append(text)
+        return True
+
+    def reads(
+        self, layout: str, text: str, take: Callable[[str], bool], refuse: Callable[[FabricError], None]
+    ) -> bool:
+        """Shut the gate and read the layout of the session in ``text``, unless the layout is known."""
+        if not layout or known_layout(layout) is not None:
+            return False
+        if self._transport is not None:
+            self._transport.pause_reading()
+        self._reading = asyncio.get_running_loop().create_task(self._read(layout, take, refuse))
+        self._held.append(text)
+        return True
+
+    def close(self) -> None:
+        """The connection has ended: forget its messages."""
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _read(
+        self, layout: str, take: Callable[[str], bool], refuse: Callable[[FabricError], None]
+    ) -> None:
+        error: FabricError | None = None
+        try:
+            await self._reader.read(self._job, layout)
+        except ProtocolError as refusal:
+            error = refusal
+        self._reading, held = None, self._held
+        self._held = []
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        if error is not None:
+            refuse(error)
+            return
+        for text in held:
+            take(text)

@@ -25,6 +25,8 @@ from fabric.collectives.recording import Process, Recording, parse_recording
 from fabric.errors import ConfigError
 from fabric.lighthouse.diagnosis.verdict import RankProbe
 from fabric.protocol.messages.network import OpenSession
+from fabric.runtime.http.connection_limit import parse_address
+from fabric.runtime.http.lighthouse_client import read_bounded
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import is_same
 
@@ -106,9 +108,6 @@ class PeerAddresses:
 # networks that the operator allowed.
 
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
 class HostNotAllowed(OSError):
     """A name resolves to no address that the lighthouse may call."""
 
@@ -131,12 +130,12 @@ class AllowedHosts:
 
     def allow(self, address: str, sources: Iterable[str]) -> bool:
         """Whether the lighthouse may call ``address`` for processes that have connected from ``sources``."""
-        asked = _address(address)
+        asked = parse_address(address)
         if asked is None:
             return False
         if any(asked in network for network in self.networks):
             return True
-        came = [_address(source) for source in sources]
+        came = [parse_address(source) for source in sources]
         # A process that connects over loopback runs on this host; it may listen on each of the host's
         # addresses.
         return asked in came or (any(x is not None and x.is_loopback for x in came) and _is_this_host(asked))
@@ -165,21 +164,7 @@ class ConfinedResolver(AbstractResolver):
         await self._names.close()
 
 
-def is_address(text: str) -> bool:
-    """Whether ``text`` is an IP address and not a name."""
-    return _address(text) is not None
-
-
-def _address(text: str) -> Address | None:
-    try:
-        address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return None
-    mapped = getattr(address, "ipv4_mapped", None)
-    return mapped if mapped is not None else address
-
-
-def _is_this_host(address: Address) -> bool:
+def _is_this_host(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     if address.is_loopback:
         return True
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
@@ -294,12 +279,10 @@ async def _get(
     try:
         host = URL(url).host or ""
         # The library does not pass an IP address to the resolver, so an IP address is checked here.
-        if is_address(host) and not hosts.allow(host, where.hosts):
+        if parse_address(host) is not None and not hosts.allow(host, where.hosts):
             raise HostNotAllowed(host)
         async with asyncio.timeout(ask_s), client.get(url, allow_redirects=False) as answer:
-            data = await answer.content.read(MAX_ANSWER_BYTES + 1)
-            while len(data) <= MAX_ANSWER_BYTES and not answer.content.at_eof():
-                data += await answer.content.read(MAX_ANSWER_BYTES + 1 - len(data))
+            data = await read_bounded(answer, MAX_ANSWER_BYTES + 1)
         if len(data) > MAX_ANSWER_BYTES:
             return {"error": f"it answered with more than {MAX_ANSWER_BYTES} bytes"}
         body = await asyncio.get_running_loop().run_in_executor(_parser, _parse, data)

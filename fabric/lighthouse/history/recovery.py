@@ -16,7 +16,6 @@ from msgspec import to_builtins
 from fabric.model import Member, Record, incident_id_of, shortened
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
-from fabric.protocol.messages.wire import decode_value
 
 # The newest report or refusal of a failed attempt of each replica, until the replica attaches.
 
@@ -189,11 +188,6 @@ class Absence:
 _FIELDS = tuple(f.name for f in fields(RecoveryRecord))
 
 
-def from_json(data: bytes) -> RecoveryRecord:
-    """Invert ``to_json``; drop fields of a later release. Raises ProtocolError for another value."""
-    return decode_value(RecoveryRecord, data, "recovery record")
-
-
 class Recoveries:
     """The recovery records of one job, oldest first. Call ``observe`` after every event of its core."""
 
@@ -215,9 +209,8 @@ class Recoveries:
 
     def restore(self, stored: list[RecoveryRecord]) -> None:
         """Take the records of an earlier leader; this leader goes on with the open ones."""
-        new = {recovery.id for recovery in self.kept}
-        older = [recovery for recovery in stored if recovery.id not in new]
-        self.kept = sorted([*older, *self.kept], key=lambda recovery: recovery.id)[-CAPACITY:]
+        by_id = {recovery.id: recovery for recovery in (*stored, *self.kept)}
+        self.kept = [by_id[number] for number in sorted(by_id)][-CAPACITY:]
         self._pending = [recovery for recovery in self.kept if recovery.is_open]
 
     def begin(self, record: Record | None) -> None:

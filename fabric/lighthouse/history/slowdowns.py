@@ -10,11 +10,9 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from fabric.lighthouse.history.recovery import CAPACITY
 from fabric.model import shortened
-from fabric.protocol.messages.wire import decode_value
 
-# The number of newest records that are kept, in memory and in the store.
-MOST_SLOWDOWNS = 200
 # The most actions that one record lists.
 MOST_ACTIONS = 20
 # Events that the record's own fields show, and stops of the trainer, which say nothing new.
@@ -87,11 +85,6 @@ class SlowdownRecord:
 _FIELDS = tuple(f.name for f in fields(SlowdownRecord))
 
 
-def slowdown_from_json(data: bytes) -> SlowdownRecord:
-    """Invert ``to_json``; drop fields of a later release. Raises ProtocolError for another value."""
-    return decode_value(SlowdownRecord, data, "slowdown record")
-
-
 def _leave(records: list[SlowdownRecord], unix_s: float) -> None:
     for record in records:
         record.ended, record.ended_step = unix_s, record.step + record.steps
@@ -111,7 +104,7 @@ class Slowdowns:
         """Take the records of an earlier leader; return those that it left open, which end now."""
         new = {record.id for record in self.kept}
         older = [record for record in stored if record.id not in new]
-        self.kept = sorted([*older, *self.kept], key=lambda record: record.id)[-MOST_SLOWDOWNS:]
+        self.kept = sorted([*older, *self.kept], key=lambda record: record.id)[-CAPACITY:]
         left = [record for record in older if record.is_open]
         _leave(left, unix_s)
         return left
@@ -145,7 +138,7 @@ class Slowdowns:
     def _begin(self, state: SlowdownState, event: int, step: int, unix_s: float) -> SlowdownRecord:
         latest = self.kept[-1].id if self.kept else 0
         record = SlowdownRecord(max(event, latest + 1), state.replica, state.scope, unix_s, step)
-        self.kept = [*self.kept, record][-MOST_SLOWDOWNS:]
+        self.kept = [*self.kept, record][-CAPACITY:]
         self._open[state.replica] = record
         self.counts[state.scope] = self.counts.get(state.scope, 0) + 1
         return record

@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.resources import files
 
 from aiohttp import web
@@ -21,7 +22,7 @@ from fabric.errors import ProtocolError
 from fabric.lighthouse.http.job_status import StatusCache
 from fabric.lighthouse.http.tokens import Scope, Tokens, TokenTries, scope_of
 from fabric.lighthouse.jobs.job import Job
-from fabric.runtime.http.http_service import Handler, read_body
+from fabric.runtime.http.http_service import read_body
 from fabric.runtime.http.token_file import is_same
 
 LOGIN = "/login"
@@ -55,8 +56,9 @@ _MAX_LOGIN_BYTES = 8192
 def add_routes(app: web.Application, tokens: Tokens, tries: TokenTries) -> None:
     """Add ``/``, its script and style, and ``/login``."""
     for name, kind in _KINDS.items():
-        app.router.add_get("/" if name == "index.html" else f"/{name}", _file(name, kind))
-    app.router.add_post(LOGIN, _login(tokens, tries))
+        body = (files("fabric.lighthouse.http") / "page" / name).read_bytes()
+        app.router.add_get("/" if name == "index.html" else f"/{name}", partial(_file, body, kind))
+    app.router.add_post(LOGIN, partial(_login, tokens, tries))
 
 
 def scope_of_login(request: web.Request, tokens: Tokens) -> Scope | bool:
@@ -80,38 +82,30 @@ def _proof(expires: str, job: str, token: str) -> str:
     return hmac.new(token.encode(), f"page {expires} {job}".encode(), hashlib.sha256).hexdigest()
 
 
-def _file(name: str, kind: str) -> Handler:
-    body = (files("fabric.lighthouse.http") / "page" / name).read_bytes()
-
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
-
-    return answer
+async def _file(body: bytes, kind: str, request: web.Request) -> web.Response:
+    return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
 
 
-def _login(tokens: Tokens, tries: TokenTries) -> Handler:
-    async def answer(request: web.Request) -> web.Response:
-        """Exchange ``{"token": ...}`` for a login of the page."""
-        if tokens.is_open:
-            return web.json_response({"ok": True})
-        # No page of another site can send a body of this type.
-        if request.content_type != "application/json" or (request.content_length or 0) > _MAX_LOGIN_BYTES:
-            raise ProtocolError("a login is a small JSON object: send Content-Type: application/json")
-        try:
-            given = json.loads(await read_body(request))["token"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            given = None
-        if not isinstance(given, str):
-            raise ProtocolError('send a JSON object such as {"token": "..."}')
-        await tries.pause(request.remote or "")
-        await tokens.refresh()
-        scope = scope_of(tokens, tries, request, given := given.strip())
-        job = min(scope) if scope is not None else ""
-        expires = str(int(time.time()) + LOGIN_S)
-        page = f"{expires}.{_proof(expires, job, given)}.{job}"
-        return web.json_response({"ok": True, "page": page}, headers={"Cache-Control": "no-store"})
-
-    return answer
+async def _login(tokens: Tokens, tries: TokenTries, request: web.Request) -> web.Response:
+    """Exchange ``{"token": ...}`` for a login of the page."""
+    if tokens.is_open:
+        return web.json_response({"ok": True})
+    # No page of another site can send a body of this type.
+    if request.content_type != "application/json" or (request.content_length or 0) > _MAX_LOGIN_BYTES:
+        raise ProtocolError("a login is a small JSON object: send Content-Type: application/json")
+    try:
+        given = json.loads(await read_body(request))["token"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        given = None
+    if not isinstance(given, str):
+        raise ProtocolError('send a JSON object such as {"token": "..."}')
+    await tries.pause(request.remote or "")
+    await tokens.refresh()
+    scope = scope_of(tokens, tries, request, given := given.strip())
+    job = min(scope) if scope is not None else ""
+    expires = str(int(time.time()) + LOGIN_S)
+    page = f"{expires}.{_proof(expires, job, given)}.{job}"
+    return web.json_response({"ok": True, "page": page}, headers={"Cache-Control": "no-store"})
 
 
 async def stream(

@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 from msgspec import to_builtins
 
 from fabric.lighthouse.diagnosis.absences import headline
-from fabric.lighthouse.diagnosis.server_states import silence
-from fabric.lighthouse.diagnosis.status_text import outside_because, waiting_for
+from fabric.lighthouse.diagnosis.status_text import outside_because, silence, waiting_for
 from fabric.lighthouse.history.recovery import Absence, recoverable
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import Member, Record, Sharing, StepTimes, first_of

@@ -1,4 +1,6 @@
-"""Operator commands over HTTP: each names its author and reason, and each is safe to repeat.
+"""Orders over HTTP: operator commands, and the drill of a running job.
+
+Each command names its author and reason, and is safe to repeat.
 
 An impossible command is refused and changes nothing; the core's ``objection`` says why. Drain and evict are
 answered with 202 when the leader has accepted them. Pause, resume, scale and admit stay in force until
@@ -8,19 +10,24 @@ lighthouse leads.
 
 import json
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
-from fabric.errors import ProtocolError, Refused, StoreUnavailable
-from fabric.lighthouse.connections.validation import check_name
+from fabric.errors import ProtocolError, Refused, StoreUnavailable, Unauthorized
+from fabric.lighthouse.connections.validation import check_name, cleaned
+from fabric.lighthouse.http.tokens import DRILL_PATH, NO_RIGHT, Tokens
+from fabric.lighthouse.jobs.drills import MOST_SECONDS, AskingInjector, Drills
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.model import counted
 from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.messages import leader_events as io
 from fabric.runtime.config import ADAPT_MODES
-from fabric.runtime.http.http_service import Handler, read_body
+from fabric.runtime.drill_orders import proof_of
+from fabric.runtime.http.http_service import read_body
 
 KEPT_WITHIN_S = 4.0
 _MAX_TEXT = 300
@@ -29,10 +36,10 @@ _MAX_TEXT = 300
 def add_commands(app: web.Application, jobs: Callable[[], Jobs]) -> None:
     """``POST /v1/jobs/{job}/drain`` and the others."""
     for action in ("drain", "evict"):
-        app.router.add_post(f"/v1/jobs/{{job}}/{action}", _about_replica(action, jobs))
+        app.router.add_post(f"/v1/jobs/{{job}}/{action}", partial(_about_replica, action, jobs))
     for action in ("pause", "resume", "scale", "admit", "retry", "end"):
-        app.router.add_post(f"/v1/jobs/{{job}}/{action}", _order(action, jobs))
-    app.router.add_post("/v1/jobs/{job}/adapt", _adapt(jobs))
+        app.router.add_post(f"/v1/jobs/{{job}}/{action}", partial(_order, action, jobs))
+    app.router.add_post("/v1/jobs/{job}/adapt", partial(_adapt, jobs))
 
 
 def find_job(jobs: Jobs, request: web.Request) -> Job:
@@ -45,24 +52,21 @@ def find_job(jobs: Jobs, request: web.Request) -> Job:
     return job
 
 
-def _about_replica(action: str, jobs: Callable[[], Jobs]) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        body = await body_of(request, '{"replica": "r1", "who": "me", "why": "its host is hot"}')
-        replica = check_name("replica", text_of(body, "replica"))
-        who, why = text_of(body, "who"), text_of(body, "why")
-        job = find_job(jobs(), request)
-        _check_known(job, replica)
-        gone = action == "evict" and body.get("host_is_gone") is True
-        asked = io.Operator(action, replica, who, why, host_is_gone=gone)
-        _check(job, asked)
-        job.operate(asked)
-        if gone:
-            await job.overrides_stored(KEPT_WITHIN_S)
-        if not job.is_running:
-            raise StoreUnavailable("the leader may not have received this command: send it again in a moment")
-        return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)
-
-    return handle
+async def _about_replica(action: str, jobs: Callable[[], Jobs], request: web.Request) -> web.StreamResponse:
+    body = await body_of(request, '{"replica": "r1", "who": "me", "why": "its host is hot"}')
+    replica = check_name("replica", text_of(body, "replica"))
+    who, why = text_of(body, "who"), text_of(body, "why")
+    job = find_job(jobs(), request)
+    _check_known(job, replica)
+    gone = action == "evict" and body.get("host_is_gone") is True
+    asked = io.Operator(action, replica, who, why, host_is_gone=gone)
+    _check(job, asked)
+    job.operate(asked)
+    if gone:
+        await job.overrides_stored(KEPT_WITHIN_S)
+    if not job.is_running:
+        raise StoreUnavailable("the leader may not have received this command: send it again in a moment")
+    return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)
 
 
 def _check_known(job: Job, replica: str) -> None:
@@ -71,48 +75,42 @@ def _check_known(job: Job, replica: str) -> None:
         raise web.HTTPNotFound(text=f"job {job.name} knows no replica {replica}: look at its members")
 
 
-def _order(action: str, jobs: Callable[[], Jobs]) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        body = await body_of(request, '{"who": "me", "why": "maintenance"}')
-        about = text_of(body, "about") if action == "admit" else ""
-        who, why = text_of(body, "who"), text_of(body, "why")
-        job = find_job(jobs(), request)
-        least, most = (_count(body, name, job.max_replicas) for name in ("min", "max"))
-        asked = io.Operator(action, about, who, why, least, most)
-        if action == "admit" and not job.core.evidence.knows_of(about):
-            raise web.HTTPNotFound(
-                text=f"job {job.name} knows no replica or host {about}: `fabric status` shows who is kept out"
-            )
-        _check(job, asked)
-        job.operate(asked)
-        await job.overrides_stored(KEPT_WITHIN_S)
-        core = job.core
-        answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": core.limits.overrides.paused}
-        answer |= {"min": core.limits.overrides.min_replicas, "max": core.limits.overrides.max_replicas}
-        if note := _note(job, action):
-            answer["note"] = note
-        return web.json_response(answer)
-
-    return handle
+async def _order(action: str, jobs: Callable[[], Jobs], request: web.Request) -> web.StreamResponse:
+    body = await body_of(request, '{"who": "me", "why": "maintenance"}')
+    about = text_of(body, "about") if action == "admit" else ""
+    who, why = text_of(body, "who"), text_of(body, "why")
+    job = find_job(jobs(), request)
+    least, most = (_count(body, name, job.max_replicas) for name in ("min", "max"))
+    asked = io.Operator(action, about, who, why, least, most)
+    if action == "admit" and not job.core.evidence.knows_of(about):
+        raise web.HTTPNotFound(
+            text=f"job {job.name} knows no replica or host {about}: `fabric status` shows who is kept out"
+        )
+    _check(job, asked)
+    job.operate(asked)
+    await job.overrides_stored(KEPT_WITHIN_S)
+    core = job.core
+    answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": core.limits.overrides.paused}
+    answer |= {"min": core.limits.overrides.min_replicas, "max": core.limits.overrides.max_replicas}
+    if note := _note(job, action):
+        answer["note"] = note
+    return web.json_response(answer)
 
 
-def _adapt(jobs: Callable[[], Jobs]) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        body = await body_of(request, '{"mode": "act", "who": "me", "why": "r2 is throttled"}')
-        who, why = text_of(body, "who"), text_of(body, "why")
-        asked = _adapt_orders(body, who, why)
-        job = find_job(jobs(), request)
-        for order in asked:
-            if order.action == "veto":
-                _check_known(job, order.replica)
-            _check(job, order)
-        for order in asked:
-            job.operate(order)
-        await job.overrides_stored(KEPT_WITHIN_S)
-        answer = {"ok": True, "job": job.name, "mode": job.core.adaptations.mode or OFF}
-        return web.json_response({**answer, "vetoed": list(job.core.limits.overrides.vetoed)})
-
-    return handle
+async def _adapt(jobs: Callable[[], Jobs], request: web.Request) -> web.StreamResponse:
+    body = await body_of(request, '{"mode": "act", "who": "me", "why": "r2 is throttled"}')
+    who, why = text_of(body, "who"), text_of(body, "why")
+    asked = _adapt_orders(body, who, why)
+    job = find_job(jobs(), request)
+    for order in asked:
+        if order.action == "veto":
+            _check_known(job, order.replica)
+        _check(job, order)
+    for order in asked:
+        job.operate(order)
+    await job.overrides_stored(KEPT_WITHIN_S)
+    answer = {"ok": True, "job": job.name, "mode": job.core.adaptations.mode or OFF}
+    return web.json_response({**answer, "vetoed": list(job.core.limits.overrides.vetoed)})
 
 
 def _adapt_orders(body: dict[str, Any], who: str, why: str) -> list[io.Operator]:
@@ -200,3 +198,133 @@ def _count(body: dict[str, Any], name: str, most: int) -> int | None:
             f'"{name}" must be a count of replicas from 0 to {most}, this lighthouse\'s --max-replicas'
         )
     return value
+
+
+# The drill of a running job over HTTP: operators order faults, and the trainers' injectors ask for them.
+#
+# An operator needs the token with the right to drill. An injector shows its job's token, as its trainer
+# does.
+
+
+# An injector's request is kept open at most for this time.
+_MOST_WAIT_S = 10.0
+
+ShortText = Annotated[str, msgspec.Meta(max_length=500)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+B = TypeVar("B", bound=msgspec.Struct)
+Action = Callable[[Drills, Any], object]
+
+
+class _InjectorRequest(msgspec.Struct):
+    replica: Name
+    id: Name
+    pid: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+    host: ShortText
+    restarts: bool
+    gone: bool = False
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_WAIT_S)] = 0.0
+    drill: ShortText = ""
+    nonce: ShortText = ""  # the answer proves that its writer has heard it
+    reports: Annotated[dict[str, dict[str, ShortText]], msgspec.Meta(max_length=1000)] = {}
+
+
+class _FaultRequest(msgspec.Struct):
+    drill: Name
+    fault: Name
+    replica: Name
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)] = 0.0
+    point: ShortText = ""
+
+
+class _EndRequest(msgspec.Struct):
+    drill: Name
+    number: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _DrillRequest(msgspec.Struct):
+    drill: Name
+
+
+def add_drills(app: web.Application, jobs: Callable[[], Jobs], tokens: Tokens) -> None:
+    """``/v1/jobs/{job}/drill`` and the paths below it, and ``/v1/jobs/{job}/injector``."""
+    orders: dict[str, tuple[type[msgspec.Struct], Action]] = {
+        "renew": (_DrillRequest, lambda drills, asked: drills.renew(asked.drill)),
+        "fault": (
+            _FaultRequest,
+            lambda drills, x: drills.inject(
+                x.drill, cleaned(x.fault), check_name("replica", x.replica), x.seconds, cleaned(x.point)
+            ),
+        ),
+        "end-fault": (_EndRequest, lambda drills, asked: drills.end_fault(asked.drill, asked.number)),
+        "end": (_DrillRequest, lambda drills, asked: drills.end(asked.drill)),
+    }
+    app.router.add_get(DRILL_PATH, partial(_show, jobs))
+    app.router.add_post(DRILL_PATH, partial(_begin, jobs, tokens))
+    for name, (kind, action) in orders.items():
+        app.router.add_post(f"{DRILL_PATH}/{name}", partial(_drill_order, jobs, tokens, kind, action))
+    app.router.add_post("/v1/jobs/{job}/injector", partial(_injector, jobs, tokens))
+
+
+async def _show(jobs: Callable[[], Jobs], request: web.Request) -> web.StreamResponse:
+    return web.json_response(find_job(jobs(), request).drills.as_json())
+
+
+async def _begin(jobs: Callable[[], Jobs], tokens: Tokens, request: web.Request) -> web.StreamResponse:
+    await _check_right(request, tokens)
+    body = await body_of(request, '{"who": "me", "why": "weekly"}')
+    who, why, may_lose = text_of(body, "who"), text_of(body, "why"), body.get("yes_lose_it", False)
+    job = find_job(jobs(), request)
+    record = job.core.state.record
+    job.drills.begin(who, why, len(record.roster) if record else 0, may_lose=may_lose is True)
+    return web.json_response(job.drills.as_json())
+
+
+async def _drill_order(
+    jobs: Callable[[], Jobs], tokens: Tokens, kind: type[msgspec.Struct], action: Action, request: web.Request
+) -> web.StreamResponse:
+    await _check_right(request, tokens)
+    asked = _decoded(await read_body(request), kind)
+    job = find_job(jobs(), request)
+    action(job.drills, asked)
+    return web.json_response(job.drills.as_json())
+
+
+async def _injector(jobs: Callable[[], Jobs], tokens: Tokens, request: web.Request) -> web.StreamResponse:
+    asked = _decoded(await read_body(request), _InjectorRequest)
+    job = find_job(jobs(), request)
+    who = (
+        check_name("replica", asked.replica),
+        cleaned(asked.id),
+        asked.pid,
+        cleaned(asked.host),
+        asked.restarts,
+    )
+    reports = {
+        int(number): {name: cleaned(text) for name, text in report.items()}
+        for number, report in asked.reports.items()
+        if number.isdecimal() and len(number) < 10
+    }
+
+    def ask() -> dict[str, Any]:
+        return job.drills.ask(AskingInjector(*who, job.now), asked.drill, reports, is_gone=asked.gone)
+
+    answer = ask()
+    if asked.wait_s and not answer["faults"]:
+        await job.drills.wait_changed(asked.wait_s)
+        answer = ask()
+    proofs = [proof_of(key, asked.nonce, answer) for key in tokens.order_keys(request.match_info["job"])]
+    return web.json_response({**answer, "proofs": proofs})
+
+
+async def _check_right(request: web.Request, tokens: Tokens) -> None:
+    if not await tokens.may_drill(request):
+        raise Unauthorized(NO_RIGHT)
+
+
+def _decoded(data: bytes, kind: type[B]) -> B:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:  # of msgspec too, and bytes that are not UTF-8
+        raise ProtocolError(
+            f"this request of a drill cannot be read ({error}): use a drill of this version"
+        ) from error

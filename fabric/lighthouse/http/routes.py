@@ -9,7 +9,6 @@ import json
 import signal
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,23 +16,21 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from msgspec import to_builtins
 
-from fabric.errors import ProtocolError, StoreError
-from fabric.lighthouse.connections.admission_queue import AdmissionQueue
+from fabric.errors import ProtocolError
+from fabric.lighthouse.connections.connection import AdmissionQueue
 from fabric.lighthouse.connections.validation import check_name
-from fabric.lighthouse.election.election import Election
-from fabric.lighthouse.election.store_probe import WriteProbe
+from fabric.lighthouse.election import Election, StoreProbe
 from fabric.lighthouse.history.recovery import LaunchReport, RecoveryRecord
 from fabric.lighthouse.history.slowdowns import SlowdownRecord
 from fabric.lighthouse.http import dashboard, websockets
-from fabric.lighthouse.http.drill_routes import add_drills
 from fabric.lighthouse.http.job_status import StatusCache, job_line, job_text
 from fabric.lighthouse.http.node_meeting import NodeMeetings
-from fabric.lighthouse.http.operator_routes import add_commands, body_of, find_job, text_of
+from fabric.lighthouse.http.operator_routes import add_commands, add_drills, body_of, find_job, text_of
 from fabric.lighthouse.http.tokens import Tokens, TokenTries, is_in_scope, token_required
 from fabric.lighthouse.jobs.job import Job
-from fabric.lighthouse.jobs.job_events import PIECE, JobEvent
+from fabric.lighthouse.jobs.job_history import PIECE, JobEvent
 from fabric.lighthouse.jobs.jobs import Jobs
-from fabric.lighthouse.telemetry import metrics
+from fabric.lighthouse.telemetry import CONTENT_TYPE, LighthouseMetrics
 from fabric.runtime.http.http_service import (
     Handler,
     errors_as_json,
@@ -41,7 +38,6 @@ from fabric.runtime.http.http_service import (
     pages_kept_out,
     query_integer,
 )
-from fabric.store import Store
 
 # The status of each job at the end of this lighthouse's term, for people while no lighthouse leads.
 
@@ -62,12 +58,7 @@ class LastPicture:
         if not jobs.by_name:
             return
         date = {"as_of": time.time(), "not_led_because": reason}
-        term = election.term
-        where = {
-            "lighthouse": {**asdict(election.me), "term": term.revision if term else 0},
-            "store": {"id": term.store_id if term else "", "election_key": election.prefix},
-            "token_for_servers": False,
-        }
+        where = {**_answered_by(election), "token_for_servers": False}
         self._lines = {name: job_line(job) | date for name, job in jobs.by_name.items()}
         self._views = {}
         self._task = asyncio.get_running_loop().create_task(self._describe(dict(jobs.by_name), where))
@@ -92,6 +83,13 @@ class LastPicture:
         return web.json_response(text=view) if view else json_error(404, f"there was no job {name}")
 
 
+def _answered_by(election: Election) -> dict[str, Any]:
+    """Return which lighthouse answers, over which store."""
+    term = election.term
+    revision, store_id = (term.revision, term.store_id) if term is not None else (0, "")
+    return {"lighthouse": {**asdict(election.me), "term": revision}, "store": {"id": store_id}}
+
+
 # Every lighthouse, leader or not, answers these paths without a token: the answers reveal nothing of a job.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/metrics"}) | dashboard.OPEN_PATHS
 MAX_BODY_BYTES = 64 * 1024
@@ -101,50 +99,15 @@ _MAX_ID = 2**62
 _STOPPED_BY = {0, *signal.Signals}
 
 
-@dataclass(slots=True)
-class StoreProbe:
-    """Whether the store answers, asked at most once a second.
-
-    A request waits at most ``patience_s``, because kubelets wait one second; then it gets the last answer."""
-
-    store: Store
-    key: str
-    name: str = ""  # the store's URL, for people
-    every_s: float = 1.0
-    answer_s: float = 1.0
-    patience_s: float = 0.4
-    is_reachable: bool = True
-    asked: float = float("-inf")
-    asking: asyncio.Task[None] | None = None
-
-    async def ask(self) -> bool:
-        if self.asking is None and time.monotonic() - self.asked >= self.every_s:
-            self.asking = asyncio.get_running_loop().create_task(self._ask())
-        if self.asking is not None:
-            await asyncio.wait({self.asking}, timeout=self.patience_s)
-        return self.is_reachable
-
-    async def _ask(self) -> None:
-        is_reachable = False
-        try:
-            with suppress(StoreError, TimeoutError):
-                async with asyncio.timeout(self.answer_s):
-                    await self.store.get(self.key)
-                is_reachable = True
-        finally:
-            self.is_reachable, self.asked, self.asking = is_reachable, time.monotonic(), None
-
-
 @dataclass(frozen=True, slots=True)
 class LighthouseParts:
     """The parts of a lighthouse that routes use."""
 
     election: Election
     jobs: Jobs
-    metrics: metrics.LighthouseMetrics
+    metrics: LighthouseMetrics
     probe: StoreProbe
     admissions: AdmissionQueue = field(default_factory=AdmissionQueue)
-    writes: WriteProbe | None = None
     last: LastPicture = field(default_factory=LastPicture)
 
     def __post_init__(self) -> None:
@@ -285,19 +248,20 @@ class LighthouseRoutes:
         parts, election = self._parts, self._parts.election
         reachable = await parts.probe.ask()
         leader = election.me if parts.leads else election.other
-        refusal = parts.writes.refusal if parts.writes is not None else ""
         return {
-            "ok": reachable and not refusal and (parts.serves if parts.leads else leader is not None),
+            "ok": reachable
+            and not parts.probe.refusal
+            and (parts.serves if parts.leads else leader is not None),
             "is_leader": parts.leads,
             "leader": leader.url if leader else None,
             "store_reachable": reachable,
-            "store_takes_writes": not refusal,
+            "store_takes_writes": not parts.probe.refusal,
             "id": election.me.id,
         }
 
     async def scrape(self, request: web.Request) -> web.Response:
         """Answer in Prometheus' text format."""
-        return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
+        return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def list_jobs(self, request: web.Request) -> web.Response:
         """List the jobs, one line each; the line of a job with an unreadable record says so."""
@@ -313,14 +277,8 @@ class LighthouseRoutes:
     async def show_job(self, request: web.Request) -> web.Response:
         """Show the status of one job, and which lighthouse answers."""
         job = self._job(request)
-        election = self._parts.election
-        term = election.term
-        store = {"id": term.store_id if term else "", "election_key": term.key if term else election.prefix}
-        more = {
-            "store": store,
-            "token_for_servers": request.get("may_reach_servers", True),
-            "lighthouse": {**asdict(election.me), "term": term.revision if term else 0},
-        }
+        may_reach_servers = request.get("may_reach_servers", True)
+        more = {**_answered_by(self._parts.election), "token_for_servers": may_reach_servers}
         return web.json_response(text=await job_text(job, more))
 
     async def events(self, request: web.Request) -> web.StreamResponse:

@@ -15,8 +15,13 @@ from functools import partial
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from fabric.errors import FabricError, ProtocolError, StoreUnavailable
-from fabric.lighthouse.connections.connection import MALFORMED, NOT_THE_LEADER, FrameCache, MemberConnection
-from fabric.lighthouse.connections.layout_gate import LayoutGate
+from fabric.lighthouse.connections.connection import (
+    MALFORMED,
+    NOT_THE_LEADER,
+    FrameCache,
+    LayoutGate,
+    MemberConnection,
+)
 from fabric.lighthouse.connections.validation import (
     MAX_STATUS_BYTES,
     MOST_BYTES,

@@ -27,18 +27,28 @@ from fabric.lighthouse.connections.connection import (
 from fabric.lighthouse.diagnosis.absences import absences, counts
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
-from fabric.lighthouse.diagnosis.server_states import CheckpointServers, HeardStatus
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
-from fabric.lighthouse.diagnosis.status_text import WaitSentence, no_room, numbers, others, policy_kept
+from fabric.lighthouse.diagnosis.status_text import (
+    CheckpointServers,
+    HeardStatus,
+    WaitSentence,
+    no_room,
+    numbers,
+    others,
+    policy_kept,
+)
 from fabric.lighthouse.history.ledger import GoodputLedger
-from fabric.lighthouse.history.recovery import LEFT, Absence, LaunchReport, Recoveries, recoverable
-from fabric.lighthouse.history.slowdowns import Slowdowns
+from fabric.lighthouse.history.recovery import LEFT, Absence, LaunchReport, recoverable
 from fabric.lighthouse.jobs.drills import Drills
-from fabric.lighthouse.jobs.job_events import EventLog
-from fabric.lighthouse.jobs.job_history import JobHistory
-from fabric.lighthouse.jobs.job_store import Deposed, StoredRecord
-from fabric.lighthouse.jobs.term_context import TermContext, entropy
-from fabric.lighthouse.telemetry.metrics import JobGauges, ReplicaTrouble
+from fabric.lighthouse.jobs.job_history import (
+    Deposed,
+    JobHistory,
+    JobPast,
+    StoredRecord,
+    TermContext,
+    entropy,
+)
+from fabric.lighthouse.telemetry import JobGauges, ReplicaTrouble
 from fabric.model import Policy, Record
 from fabric.protocol.leader.core import MANY, LeaderCore
 from fabric.protocol.leader.evidence import host_of
@@ -274,21 +284,13 @@ _ANSWERS = ('{"kind":"Report"', '{"kind":"Running"')
 class Job:
     """Call ``begin`` once; then the methods below bring events. ``close`` ends the job here."""
 
-    def __init__(
-        self,
-        name: str,
-        context: TermContext,
-        stored: StoredRecord,
-        events: EventLog,
-        recoveries: Recoveries,
-        slowdowns: Slowdowns,
-    ) -> None:
+    def __init__(self, name: str, context: TermContext, stored: StoredRecord, past: JobPast) -> None:
         self.name = name
-        self.events = events
+        self.events = past.events
         self.core = LeaderCore(name, context.config, entropy(), context.clock())
         self.connections = JobConnections()
         self.peer_addresses = PeerAddresses()
-        self.history = JobHistory(name, context, stored, recoveries, slowdowns)
+        self.history = JobHistory(name, context, stored, past)
         self.servers = CheckpointServers()
         self._context = context
         self._stored = stored
@@ -361,16 +363,16 @@ class Job:
         ledger, left_by = self.look_at_ledger().seconds, self.history.left_by
         seen = [p.seen for x in roster if (p := core.state.liveness.peers.get(x.replica)) is not None]
         return JobGauges(
-            heartbeat_age_s=self.now - min(seen, default=self.now),
+            heartbeat_age_seconds=self.now - min(seen, default=self.now),
             ledger=ledger,
-            left_by=left_by,
-            is_complete=self.is_complete,
-            has_failed=record is not None and bool(record.failed),
+            left_by_signal=left_by,
+            job_complete=self.is_complete,
+            job_failed=record is not None and bool(record.failed),
             job=self.name,
             epoch=record.epoch if record else 0,
-            step=core.state.top_step(),
+            steps=core.state.top_step(),
             members=len(record.roster) if record else 0,
-            missing=missing
+            replicas_missing=missing
             if (record or absent) and not (self.is_complete or core.endings.refused_for or left_by)
             else 0,
             absent=absent,
@@ -378,7 +380,7 @@ class Job:
             failures=core.evidence.recent,
             sessions=len(self.connections.sessions),
             recoverable_step=None if state is None else state["step"],
-            recoverable_age_s=None if state is None else state["age_s"],
+            recoverable_age_seconds=None if state is None else state["age_s"],
             slow_replicas=len(self.slowness.slow),
             slowest_speed=self.slowness.slowest_speed,
             slowdown_s=self.history.slowdowns.total_s,

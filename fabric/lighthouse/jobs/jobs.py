@@ -5,7 +5,6 @@ events outlive a term, so that they survive a short fault of the store.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -13,26 +12,13 @@ from dataclasses import dataclass
 
 from fabric.errors import ProtocolError, Refused, StoreError, StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
-from fabric.lighthouse.connections.layout_gate import LayoutReader
+from fabric.lighthouse.connections.connection import LayoutReader
 from fabric.lighthouse.connections.validation import MAX_REPLICAS, check_name
 from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
-from fabric.lighthouse.election.election import Term
-from fabric.lighthouse.election.store_thread import Commit
-from fabric.lighthouse.history.recovery import Recoveries, from_json
-from fabric.lighthouse.history.slowdowns import Slowdowns, slowdown_from_json
+from fabric.lighthouse.election import Commit, Term
 from fabric.lighthouse.jobs.job import Job
-from fabric.lighthouse.jobs.job_events import EventLog
-from fabric.lighthouse.jobs.job_store import (
-    StoredRecord,
-    job_of,
-    ledger_of,
-    records_prefix,
-    recoveries_of,
-    slowdowns_of,
-)
-from fabric.lighthouse.jobs.term_context import TermContext
-from fabric.lighthouse.telemetry.metrics import JobGauges, LighthouseMetrics
-from fabric.lighthouse.telemetry.traces import Traces
+from fabric.lighthouse.jobs.job_history import JobPast, StoredRecord, TermContext, job_of, records_prefix
+from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics, Traces
 from fabric.model import Record, counted
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.messages import wire
@@ -85,9 +71,7 @@ class Jobs:
         self.traces: Traces | None = None
         self.on_end: Callable[[str], None] = lambda _reason: None  # called while the jobs are still led
         self._context: TermContext | None = None
-        self._logs: dict[str, EventLog] = {}
-        self._recoveries: dict[str, Recoveries] = {}
-        self._slowdowns: dict[str, Slowdowns] = {}
+        self._past: dict[str, JobPast] = {}
 
     def begin(self, term: Term) -> None:
         """Begin to lead: read every record and lead its job."""
@@ -112,8 +96,8 @@ class Jobs:
             job.close(codes.NOT_THE_LEADER, f"not the leader: {reason}")
         self.by_name.clear()
         self.unreadable.clear()
-        for events in self._logs.values():
-            events.end_followers()
+        for past in self._past.values():
+            past.events.end_followers()
 
     @property
     def leads(self) -> bool:
@@ -152,9 +136,7 @@ class Jobs:
         if self.by_name.get(job.name) is job:
             job.close(codes.NOT_THE_LEADER, why)
             del self.by_name[job.name]
-            self._logs.pop(job.name).end_followers()
-            self._recoveries.pop(job.name)
-            self._slowdowns.pop(job.name)
+            self._past.pop(job.name).events.end_followers()
 
     def token_refused(self, name: str, address: str) -> None:
         """Note that a process at this address has shown a wrong token for a job, if there is such a job."""
@@ -232,53 +214,16 @@ class Jobs:
         self._drop(job, "the job was complete for long and is forgotten")
         return True
 
-    async def _load_recoveries(self, name: str, recoveries: Recoveries) -> None:
-        """Load the records of earlier leaders, which are for people. Ask the store only once."""
-        try:
-            entries, _ = await self._store.list(recoveries_of(self._namespace, name))
-            recoveries.restore([from_json(entry.value) for entry in entries])
-        except (StoreError, ProtocolError, ValueError) as error:
-            log.warning("job %s: its older recovery records are not shown: %s", name, error)
-
-    async def _load_slowdowns(self, name: str, job: Job) -> None:
-        """Load the slowdown records of earlier leaders, and end those that were left open."""
-        try:
-            entries, _ = await self._store.list(slowdowns_of(self._namespace, name))
-            stored = [slowdown_from_json(entry.value) for entry in entries]
-        except (StoreError, ProtocolError, ValueError) as error:
-            log.warning("job %s: its older slowdown records are not shown: %s", name, error)
-            return
-        job.history.restore_slowdowns(stored)
-
-    async def _load_ledger(self, name: str, job: Job) -> None:
-        """Load the ledger of an earlier leader; it is for people, like the recovery records."""
-        try:
-            entry = await self._store.get(ledger_of(self._namespace, name))
-            if entry is not None:
-                job.history.restore_ledger(json.loads(entry.value), job.now)
-        except StoreError as error:
-            log.warning("job %s: its ledger is not read, and not written in this term: %s", name, error)
-            return
-        except (ProtocolError, ValueError) as error:
-            log.warning("job %s: its ledger begins anew: %s", name, error)
-        job.history.ledger_is_known = True
-
     def _make(self, context: TermContext, name: str, record: Record | None, revision: int) -> Job:
         stored = StoredRecord(
             self._store, self._commit, self._namespace, name, context.term, revision, self._metrics
         )
-        events = self._logs.setdefault(name, EventLog())
-        recoveries = self._recoveries.setdefault(name, Recoveries())
-        slowdowns = self._slowdowns.setdefault(name, Slowdowns())
-        if record is not None and not recoveries.kept:
-            self._tasks.start(f"recoveries of {name}", self._load_recoveries(name, recoveries))
         # Read the record from the store, because another leader may have changed the record meanwhile.
-        job = self.by_name[name] = Job(name, context, stored, events, recoveries, slowdowns)
+        past = self._past.setdefault(name, JobPast())
+        job = self.by_name[name] = Job(name, context, stored, past)
+        if record is not None:
+            job.history.load()
         job.begin(record)
         if record is not None:
-            if not slowdowns.kept:
-                self._tasks.start(f"slowdowns of {name}", self._load_slowdowns(name, job))
-            job.history.ledger_is_known = False
             job.look_at_ledger()
-            self._tasks.start(f"ledger of {name}", self._load_ledger(name, job))
         return job

@@ -165,6 +165,17 @@ def decode_as(cls: type[T], value: object, path: str = "value") -> T:
         raise ProtocolError(f"{path} has text that cannot be sent: {error}") from error
 
 
+def decode_line(line: bytes, advice: str = "send one JSON object per line") -> dict[str, Any]:
+    """Return the JSON object in ``line``. Raises ProtocolError, with ``advice``, for any other line."""
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"this line is not JSON ({error}): {advice}") from error
+    if not isinstance(body, dict):
+        raise ProtocolError(f"this line is not a JSON object: {advice}")
+    return body
+
+
 @cache
 def _decoder(cls: type) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(cls)

@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from fabric.errors import ConfigError, FabricError, ProtocolError
-from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, lanes_of
-from fabric.protocol.rules.tensor_region import TensorRegion
+from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion, lanes_of
 
 # The longest packed text, and the longest JSON in it, with the most lists and objects in this JSON.
 MAX_CHARACTERS = 64 * 1024

@@ -8,7 +8,6 @@ first free one of a range ("8000-8010").
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import math
 import socket
@@ -33,7 +32,13 @@ from fabric.errors import (
     StoreIndefinite,
     Unauthorized,
 )
-from fabric.runtime.http.connection_limit import Acceptor, ConnectionLimit, ConnectionSlot, SlottedProtocol
+from fabric.runtime.http.connection_limit import (
+    Acceptor,
+    ConnectionLimit,
+    ConnectionSlot,
+    SlottedProtocol,
+    is_loopback,
+)
 from fabric.runtime.http.token_file import TokenFile, read_tokens
 
 log = logging.getLogger(__name__)
@@ -287,7 +292,7 @@ def parse_ports(text: str) -> range:
 
 def check_exposure(host: str, token: str | None) -> None:
     """Raises ConfigError where other machines could reach a service without a token."""
-    if token is None and not ipaddress.ip_address(_resolve(host)[1].partition("%")[0]).is_loopback:
+    if token is None and not is_loopback(_resolve(host)[1]):
         raise ConfigError(
             f"listening on {host or 'every address'} without a token would serve anybody who can reach it:"
             " give a token file, or bind to 127.0.0.1"
@@ -427,7 +432,7 @@ def pages_kept_out(names: Iterable[str] = ()) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = host_of(request.host)
-        if not _is_loopback(host) and host not in own:
+        if not is_loopback(host) and host not in own:
             raise web.HTTPForbidden(
                 text="without a token this service answers to loopback addresses alone, not to"
                 f" {host[:200]!r}: ask at 127.0.0.1, or start it with a token file"
@@ -446,12 +451,3 @@ def pages_kept_out(names: Iterable[str] = ()) -> Middleware:
         return await handler(request)
 
     return check
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False

@@ -1,8 +1,8 @@
 """The client of the lighthouses: it dials one with the job's token, and follows a redirect to the leader."""
 
 import asyncio
-import ipaddress
 import json
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -17,10 +17,72 @@ from yarl import URL
 
 from fabric.errors import FabricError, ProtocolError, Refused, Unauthorized, Unreachable
 from fabric.runtime.drill_orders import signed_request
-from fabric.runtime.http.dial_errors import describe, permanent_cause
+from fabric.runtime.http.connection_limit import parse_address
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.logs import printable
+
+# The reasons of a failed HTTP request, and the settings to change where TLS is the cause.
+
+
+_SETTINGS = "FABRIC_TLS_CERT, FABRIC_TLS_KEY and FABRIC_TLS_CA"
+_HUNG_UP = re.compile("Server disconnected|Remote end closed connection without response")
+_RENEWED = "each process reads its renewed files without a restart"
+_UNBELIEVED = re.compile(r"certificate verify failed: (.*?)\.? \(_ssl")
+
+
+def permanent_cause(error: Exception, tls: Tls) -> str:
+    """Say what to change where the TLS settings of the two sides do not match; empty for other errors.
+
+    Such an error lasts until a person changes a setting. ``tls`` is that of the dialling side.
+    """
+    text = str(error)
+    if _passing_cause(text):
+        return ""
+    if "WRONG_VERSION_NUMBER" in text:
+        return "it does not speak TLS: write http://"
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        reason = _UNBELIEVED.search(text)
+        what = "its certificate is not believed" + (f" ({reason[1]})" if reason else "")
+        if not tls.is_on:
+            return f"{what}: give {_SETTINGS}"
+        return f"{what}: FABRIC_TLS_CA must be the authority that issued it, for the host that is dialled"
+    if "ALERT_UNKNOWN_CA" in text or "CERTIFICATE_REQUIRED" in text:
+        return f"it does not believe the certificate shown to it: give {_SETTINGS} of its authority"
+    return ""
+
+
+def _passing_cause(text: str) -> str:
+    """Say what to do where a certificate's time is the cause: that mends without another setting."""
+    if "certificate has expired" in text:
+        return f"its certificate has expired: renew its FABRIC_TLS_CERT; {_RENEWED}"
+    if "ALERT_CERTIFICATE_EXPIRED" in text:
+        return f"the certificate shown to it has expired: renew FABRIC_TLS_CERT here; {_RENEWED}"
+    if "certificate is not yet valid" in text:
+        return "its certificate is not valid yet: set the clocks of both hosts right, or issue it again"
+    return ""
+
+
+def describe(error: Exception, url: str, tls: Tls) -> str:
+    """Say why a client could not dial or ask ``url``, and what to change where TLS is the cause."""
+    text = str(error) or type(error).__name__
+    if cause := permanent_cause(error, tls) or _passing_cause(text):
+        return cause
+    if isinstance(error, ConnectionRefusedError) or "Connect call failed" in text:
+        return "nobody listens there"
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        return error.os_error.strerror or str(error.os_error)
+    if not _HUNG_UP.search(text):
+        return text
+    if url.startswith("http://"):
+        return f"it hung up without an answer: if it speaks TLS, write https:// and give {_SETTINGS}"
+    hint = (
+        "look whether FABRIC_TLS_CERT is of its authority, and has not expired"
+        if tls.is_on
+        else f"give {_SETTINGS}"
+    )
+    return f"it hung up without an answer: if that is always so, {hint}"
+
 
 _TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 64 << 20
@@ -87,7 +149,7 @@ def _belongs(host: str, given: str) -> bool:
     host, given = host.lower().rstrip("."), given.lower().rstrip(".")
     if host == given or (_is_loopback(host) and _is_loopback(given)):
         return True
-    if _is_address(host) or _is_address(given):
+    if parse_address(host) is not None or parse_address(given) is not None:
         return False
     domain = given.partition(".")[2]
     return host.endswith(f".{given}") or ("." in domain and host.endswith(f".{domain}"))
@@ -103,7 +165,7 @@ async def _is_at(host: str, given: Sequence[str]) -> bool:
 
 
 async def _addresses(host: str) -> set[str]:
-    if _is_address(host):
+    if parse_address(host) is not None:
         return {host}
     try:
         entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -112,16 +174,9 @@ async def _addresses(host: str) -> set[str]:
     return {str(entry[4][0]) for entry in entries}
 
 
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def _is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    address = parse_address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 class LighthouseDialer:
@@ -220,7 +275,7 @@ class Lighthouses:
     ) -> Any:
         try:
             async with self.open(path, body, total_s=_TIMEOUT_S) as answer:
-                return parse(await _bounded(answer))
+                return parse(await read_bounded(answer))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
             raise Unreachable(
                 f"the lighthouse broke off in the midst of its answer ({error or 'too slow'}): ask again"
@@ -262,7 +317,7 @@ class Lighthouses:
 async def _check(answer: aiohttp.ClientResponse) -> None:
     """Raise the lighthouse's refusal, or ValueError where the answer is not a lighthouse's."""
     if answer.status not in (200, 202):
-        raise _refusal(answer.status, await _bounded(answer))
+        raise _refusal(answer.status, await read_bounded(answer))
     if answer.content_type not in ("application/json", "application/x-ndjson"):
         answer.close()
         raise ValueError("no JSON")
@@ -272,9 +327,10 @@ def _json_lines(data: bytes) -> list[Any]:
     return [json.loads(line) for line in data.splitlines() if line.strip()]
 
 
-async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
+async def read_bounded(answer: aiohttp.ClientResponse, most: int = _MAX_ANSWER_BYTES) -> bytes:
+    """Return the body of an answer; of a longer one at least ``most`` bytes, and at most a MiB more."""
     data = bytearray()
-    while len(data) < _MAX_ANSWER_BYTES and (more := await answer.content.read(1 << 20)):
+    while len(data) < most and (more := await answer.content.read(1 << 20)):
         data += more
     return bytes(data)
 

@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import select
-import socket
 import subprocess
 import sys
 import threading
@@ -28,144 +27,17 @@ from fabric.ckpt_server.wire import gradient_index
 from fabric.ckpt_server.wire.channel_protocol import (
     LOCK_NAME,
     LOG_NAME,
-    MAX_LINE_BYTES,
     SOCKET_NAME,
-    LineBuffer,
-    decode_line,
-    encode_line,
+    RequestChannel,
+    close_all,
 )
 from fabric.ckpt_server.wire.gradient_index import GradientIndex, PublishedGradient
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import Int64, JobEnd, SnapshotRef
 from fabric.protocol.messages.wire import decode_as
-from fabric.runtime.private_folder import check_peer, make_private, open_private, socket_path
+from fabric.runtime.private_folder import make_private, open_private, socket_path
 from fabric.runtime.process_environment import outliving_environment
-
-# The trainer's end of the channel to its checkpoint server: one request at a time, one answer each.
-#
-# A stopped server has not ended, so it may still answer. When an answer does not come in time, the server
-# *owes* it. Until the owed answer arrives, the channel refuses every other request at once, so that the
-# trainer waits for a stopped server only once. The channel discards the late answer and takes requests
-# again.
-
-
-_RECEIVE_BYTES = 65536
-_MOST_DESCRIPTORS = 4
-
-
-class RequestChannel:
-    """A connected channel to ``name``. One thread at a time may call it; any thread may read ``hangs``."""
-
-    def __init__(self, run_dir: Path, name: str, timeout_s: float) -> None:
-        self._name = name
-        self._lines = LineBuffer(MAX_LINE_BYTES)
-        self._owed: tuple[str, float] | None = None  # the unanswered operation, and the time of its request
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.settimeout(timeout_s)
-            with socket_path(run_dir, SOCKET_NAME) as path:
-                self._socket.connect(path)
-            # Check before the first request: another user may have made the folder, and listen in it.
-            check_peer(self._socket, f"the socket of {name} in {run_dir}")
-        except BaseException:
-            self._socket.close()
-            raise
-
-    @property
-    def hangs(self) -> bool:
-        """Whether the server has a request that it did not answer in time."""
-        return self._owed is not None
-
-    def ask(self, body: Mapping[str, object], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-        """Return the answer and the descriptors sent with it. Raises Refused with the server's sentence, and
-        ServerLost without an answer; ``is_open`` then tells whether the channel can still be used."""
-        operation = str(body.get("op"))
-        self.settle()
-        if self._owed is not None:
-            owed, since = self._owed
-            raise ServerLost(
-                f"{self._name} has not answered {owed!r} for {time.monotonic() - since:.0f} s: look whether"
-                " it is stopped and continue it, or end it, so that another one is started"
-            )
-        request, began = encode_line(body), time.monotonic()
-        descriptors: list[int] = []
-        try:
-            self._send(request, timeout_s)
-            answer = self._receive(descriptors, began + timeout_s)
-        except TimeoutError as error:
-            _close_all(descriptors)
-            if self.is_open:
-                self._owed = operation, began
-            raise self._lost(operation, f"no answer within {timeout_s:g} s") from error
-        except (OSError, ProtocolError) as error:
-            _close_all(descriptors)
-            self.close()
-            raise self._lost(operation, str(error)) from error
-        if answer.get("ok") is not True:
-            _close_all(descriptors)
-            raise Refused(str(answer.get("error", f"{self._name} refused without a reason")))
-        return answer, descriptors
-
-    def settle(self) -> None:
-        """Read the owed answer if it has arrived; never wait."""
-        if self._owed is None:
-            return
-        descriptors: list[int] = []
-        try:
-            while self._lines.next_line() is None:
-                self._socket.setblocking(False)
-                self._read(descriptors)
-            self._owed = None
-        except BlockingIOError:
-            pass
-        except (OSError, ProtocolError):
-            self.close()
-        finally:
-            _close_all(descriptors)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the kernel still has the server's end of the channel."""
-        if self._socket.fileno() < 0:
-            return False
-        poll = select.poll()
-        # The server sends only answers: unrequested input is the channel's end, or an earlier answer.
-        poll.register(self._socket, select.POLLHUP | (0 if self.hangs else select.POLLIN))
-        return not poll.poll(0)
-
-    def close(self) -> None:
-        """Close the channel and forget the owed answer."""
-        self._owed = None
-        self._socket.close()
-
-    def _send(self, request: bytes, timeout_s: float) -> None:
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.sendall(request)
-        except TimeoutError:
-            self.close()  # the sender cannot know how much of the request has arrived
-            raise
-
-    def _receive(self, descriptors: list[int], deadline: float) -> dict[str, Any]:
-        while (line := self._lines.next_line()) is None:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left_s)
-            self._read(descriptors)
-        return decode_line(line)
-
-    def _read(self, descriptors: list[int]) -> None:
-        data, received, _, _ = socket.recv_fds(self._socket, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
-        descriptors += received
-        if not data:
-            raise ConnectionResetError("it has closed the channel")
-        self._lines.feed(data)
-
-    def _lost(self, operation: str, why: str) -> ServerLost:
-        return ServerLost(f"{self._name} did not answer {operation!r} ({why}): attach again, or see its log")
-
 
 # Starts a checkpoint server from its trainer, in a session of its own, so that it outlives the trainer.
 #
@@ -353,10 +225,10 @@ class ServerHandle:
                 answer, descriptors = self._line.ask(body, timeout_s)
                 try:
                     mapped = self._maps[kind, slot] = _map(descriptors, answer.get("nbytes"), nbytes)
-                    _close_all([self._descriptors.pop((kind, slot), -1)])
+                    close_all([self._descriptors.pop((kind, slot), -1)])
                     self._descriptors[kind, slot] = descriptors.pop()
                 finally:
-                    _close_all(descriptors)
+                    close_all(descriptors)
             return mapped[:nbytes]
 
     def holds(self, kind: str, slot: int, nbytes: int) -> bool:
@@ -529,7 +401,7 @@ class ServerHandle:
             raise ServerLost(f"the checkpoint server of {self._settings.replica} is being started again")
         with self._lock:
             answer, descriptors = self._line.ask(body, timeout_s)
-            _close_all(descriptors)
+            close_all(descriptors)
             return answer
 
     def _demand_answer(self) -> None:
@@ -540,7 +412,7 @@ class ServerHandle:
 
     def _let_maps_go(self) -> None:
         self._maps.clear()
-        _close_all(list(self._descriptors.values()))
+        close_all(list(self._descriptors.values()))
         self._descriptors.clear()
 
     def _adopt_reply(self, welcome: _AttachReply) -> None:
@@ -577,7 +449,8 @@ class ServerHandle:
 
     def _connect(self, deadline: float) -> tuple[RequestChannel, _AttachReply]:
         settings, timeout_s = self._settings, max(deadline - time.monotonic(), _LOOK_AGAIN_S)
-        line = RequestChannel(settings.run_dir, f"the checkpoint server of {settings.replica}", timeout_s)
+        with socket_path(settings.run_dir, SOCKET_NAME) as path:
+            line = RequestChannel(path, f"the checkpoint server of {settings.replica}", timeout_s)
         try:
             body = {
                 "op": "attach",
@@ -610,10 +483,3 @@ def _map(descriptors: list[int], capacity: object, nbytes: int) -> memoryview:
         # 5.14 refuse this call; the error is ignored, because they allocate pages at the first write.
         _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
     return memoryview(mapped)
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    descriptors.clear()

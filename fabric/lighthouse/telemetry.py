@@ -1,18 +1,24 @@
-"""Metrics for Prometheus: counts of decisions and store writes, and values that every scrape reads.
+"""Metrics for Prometheus, and recoveries as traces for OpenTelemetry.
+
+The metrics are counts of decisions and store writes, and values that every scrape reads.
 
 A registry of its own keeps metrics of the process and of other libraries out.
 """
 
+import hashlib
 from collections import Counter as Counts
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from fabric.errors import ConfigError
 from fabric.health.localise import Scope
-from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, RecoveryRecord
+from fabric.lighthouse.history.recovery import CAPACITY, DOWN, NAMED, Absence, RecoveryRecord
 from fabric.model import HostFailure
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
@@ -33,30 +39,39 @@ class ReplicaTrouble:
     why: str
 
 
+def _gauge(text: str, default: float | None = 0) -> Any:
+    """Return the field of a gauge that has the field's name; ``text``: its description."""
+    return field(default=default, metadata={"text": text})
+
+
 @dataclass(frozen=True, slots=True)
 class JobGauges:
-    """The present values of one job. ``recoverable``: the freshest state that checkpoint servers hold, or
-    None. ``heartbeat_age_s``: the age of the oldest of the members' newest heartbeats. ``ledger``: seconds by
-    state."""
+    """The present values of one job. A gauge is left out while its value is None."""
 
     job: str
-    epoch: int
-    step: int
-    members: int
-    sessions: int
-    missing: int = 0  # how many replicas fewer train than the job wants
+    sessions: int = _gauge("Open sessions of trainers.")
+    members: int = _gauge("Members of the roster.")
+    replicas_missing: int = _gauge("Replicas fewer than the job wants.")
+    epoch: int = _gauge("The epoch in force.")
+    steps: int = _gauge("The highest committed step.")
+    recoverable_step: int | None = _gauge("Step of the freshest recoverable state.", None)
+    recoverable_age_seconds: float | None = _gauge("Age of the freshest recoverable state.", None)
+    heartbeat_age_seconds: float = _gauge("Since the member that has been silent for longest was heard.")
+    job_complete: bool = _gauge("1 when the job has finished.")
+    job_failed: bool = _gauge("1 while the job waits for a person to mend it.")
+    left_by_signal: int = _gauge(
+        "The signal that has ended all launchers, 2 for Ctrl-C; 0 for a job that may train."
+    )
+    slow_replicas: int = _gauge(
+        "Replicas that are slow, or whose link to the next replica is; 1 where the whole job is slow."
+    )
+    slowest_speed: float = _gauge(
+        "Speed of the slowest replica relative to its equals; 1 where none is slow.", 1
+    )
     absent: Sequence[Absence] = ()
-    recoverable_step: int | None = None
-    recoverable_age_s: float | None = None
-    heartbeat_age_s: float = 0.0
-    ledger: Mapping[str, float] = field(default_factory=dict)
-    is_complete: bool = False
-    has_failed: bool = False
-    left_by: int = 0  # the signal that has ended all launchers; 0: a replica may train
+    ledger: Mapping[str, float] = field(default_factory=dict)  # seconds by state
     troubles: Sequence[ReplicaTrouble] = ()
     failures: Sequence[HostFailure] = ()  # that count for a penalty now
-    slow_replicas: int = 0
-    slowest_speed: float = 1.0  # of the slow replicas, relative to their equals; 1: none is slow
     slowdown_s: float = 0.0  # seconds by which slow replicas have made steps longer
     slowdowns: Mapping[str, int] = field(default_factory=dict)  # scope -> number of slowdowns
 
@@ -146,44 +161,6 @@ class LighthouseMetrics:
         return generate_latest(self._registry)
 
 
-# Name, description and value of every gauge that a job has.
-_OF_A_JOB: tuple[tuple[str, str, Callable[[JobGauges], float | None]], ...] = (
-    ("sessions", "Open sessions of trainers.", lambda job: job.sessions),
-    ("members", "Members of the roster.", lambda job: job.members),
-    ("replicas_missing", "Replicas fewer than the job wants.", lambda job: job.missing),
-    ("epoch", "The epoch in force.", lambda job: job.epoch),
-    ("steps", "The highest committed step.", lambda job: job.step),
-    ("recoverable_step", "Step of the freshest recoverable state.", lambda job: job.recoverable_step),
-    (
-        "recoverable_age_seconds",
-        "Age of the freshest recoverable state.",
-        lambda job: job.recoverable_age_s,
-    ),
-    (
-        "heartbeat_age_seconds",
-        "Since the member that has been silent for longest was heard.",
-        lambda job: job.heartbeat_age_s,
-    ),
-    ("job_complete", "1 when the job has finished.", lambda job: float(job.is_complete)),
-    ("job_failed", "1 while the job waits for a person to mend it.", lambda job: float(job.has_failed)),
-    (
-        "left_by_signal",
-        "The signal that has ended all launchers, 2 for Ctrl-C; 0 for a job that may train.",
-        lambda job: job.left_by,
-    ),
-    (
-        "slow_replicas",
-        "Replicas that are slow, or whose link to the next replica is; 1 where the whole job is slow.",
-        lambda job: job.slow_replicas,
-    ),
-    (
-        "slowest_speed",
-        "Speed of the slowest replica relative to its equals; 1 where none is slow.",
-        lambda job: job.slowest_speed,
-    ),
-)
-
-
 class _Gauges(Collector):
     """Reads the state at the time of the scrape."""
 
@@ -196,12 +173,13 @@ class _Gauges(Collector):
         leader.add_metric([], float(self._is_leader()))
         yield leader
         jobs = list(self._jobs())
-        for name, text, value_of in _OF_A_JOB:
-            family = GaugeMetricFamily(_PREFIX + name, text, labels=["job"])
-            for job in jobs:
-                if (value := value_of(job)) is not None:
-                    family.add_metric([job.job], value)
-            yield family
+        for gauge in fields(JobGauges):
+            if "text" in gauge.metadata:
+                family = GaugeMetricFamily(_PREFIX + gauge.name, gauge.metadata["text"], labels=["job"])
+                for job in jobs:
+                    if (value := getattr(job, gauge.name)) is not None:
+                        family.add_metric([job.job], float(value))
+                yield family
         yield _labelled(
             "replica_down",
             f"1 for each lost replica without a live process, {NAMED} at most; why is the reason.",
@@ -260,3 +238,131 @@ def _slowdowns(jobs: list[JobGauges]) -> Iterator[Metric]:
             counts.add_metric([job.job, scope], job.slowdowns.get(scope, 0))
     yield cost
     yield counts
+
+
+# Sends each recovery as an OpenTelemetry trace: an optional extra, off by default.
+#
+# A complete recovery record becomes a trace, with the record's times. A thread of the SDK sends the trace,
+# and no task waits for it. If the collector does not answer, only the trace is lost. The trace id depends
+# only on the record, not on the lighthouse that sends it.
+
+
+_NS = 1_000_000_000
+
+
+class Traces:
+    """Sends traces to the collector at ``url`` (base URL of OTLP over HTTP) until ``close``. Raises
+    ConfigError if the extra is not installed."""
+
+    def __init__(self, url: str) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f'the collector "{url[:200]}" is no URL: give one such as http://host:4318')
+        try:
+            # Import OpenTelemetry here, because a lighthouse without traces does not need its packages.
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ConfigError(
+                f"traces need OpenTelemetry ({error}): pip install 'ckpt-fabric[otel]', or leave --otlp out"
+            ) from error
+        self._ids = _Ids()
+        resource = Resource.create({"service.name": "fabric-lighthouse"})
+        ids: Any = self._ids  # has the methods of the SDK's IdGenerator, which may not be installed
+        self._provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=5)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("fabric.lighthouse")
+        self._sent: deque[tuple[str, int]] = deque(maxlen=16 * CAPACITY)
+
+    def recovery(self, job: str, recovery: RecoveryRecord) -> None:
+        """Send the recovery once, when it is complete and its diagnosis has ended."""
+        if recovery.is_open or recovery.diagnosis is None or (job, recovery.id) in self._sent:
+            return
+        self._sent.append((job, recovery.id))
+        self._ids.trace = trace_id(job, recovery.id)
+        spans = phases(recovery)
+        root = self._span("recovery", recovery.detected, None, attributes(job, recovery))
+        for name, begin, end in spans:
+            self._span(name, begin, root, {}).end(_ns(end))
+        root.end(_ns(max(end for _, _, end in spans)))
+
+    def _span(self, name: str, begin: float, parent: Any, values: dict[str, Any]) -> Any:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        context = Context() if parent is None else set_span_in_context(parent, Context())
+        return self._tracer.start_span(name, context=context, start_time=_ns(begin), attributes=values)
+
+    def close(self) -> None:
+        """Send the remaining traces; blocks for a few seconds at most."""
+        self._provider.shutdown()
+
+
+class _Ids:
+    """Makes ids for OpenTelemetry. ``trace`` is the id of the next trace; span ids follow from it and a
+    count."""
+
+    def __init__(self) -> None:
+        self.trace = 1
+        self._count = 0
+
+    def generate_trace_id(self) -> int:
+        self._count = 0
+        return self.trace
+
+    def generate_span_id(self) -> int:
+        self._count += 1
+        return _number(f"{self.trace} {self._count}", 8)
+
+    def is_trace_id_random(self) -> bool:
+        return False
+
+
+def trace_id(job: str, recovery: int) -> int:
+    """Return the trace id of this recovery record; no other record has it."""
+    return _number(f"{job} {recovery}", 16)
+
+
+def phases(recovery: RecoveryRecord) -> list[tuple[str, float, float]]:
+    """(name, begin, end) in Unix seconds of each phase that has been reached."""
+    names = ("epoch committed", "links up", "first step committed")
+    spans, begin = [], recovery.detected
+    ends = (recovery.epoch_committed, recovery.links_up, recovery.step_committed)
+    for name, end in zip(names, ends, strict=True):
+        if end:
+            spans.append((name, begin, max(begin, end)))
+            begin = max(begin, end)
+    for replica, back in sorted(recovery.lost.items()):
+        begin = recovery.detected
+        ends = (back.started, back.has_state, back.joined)
+        for what, end in zip(("started", "state transferred", "joined"), ends, strict=True):
+            if end:
+                spans.append((f"{replica} {what}", begin, max(begin, end)))
+                begin = max(begin, end)
+    return spans
+
+
+def attributes(job: str, recovery: RecoveryRecord) -> dict[str, Any]:
+    """Return the attributes of the trace; ``fabric.incident_id`` is also in all logs."""
+    diagnosis = recovery.diagnosis or {}
+    return {
+        "fabric.job": job,
+        "fabric.incident_id": recovery.incident_id,
+        "fabric.kind": recovery.kind,
+        "fabric.why": recovery.why,
+        "fabric.verdict": str(diagnosis.get("verdict", "")),
+        "fabric.epoch": recovery.epoch,
+        "fabric.step": recovery.step,
+        "fabric.steps_lost": recovery.steps_lost,
+        "fabric.lost": list(recovery.lost),
+    }
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * _NS)
+
+
+def _number(text: str, size: int) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest()) or 1

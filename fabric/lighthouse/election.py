@@ -22,14 +22,14 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
 
 from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.runtime.system_calls import seconds_since_boot
 from fabric.runtime.tasks import BackgroundLoop
-from fabric.store import Compare, KeyValue, Lease, Put, Store
+from fabric.store import Compare, KeyValue, Lease, Operation, Put, Store
 from fabric.store.base import settle_store_id
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,6 @@ _REVOKE_S = 1.5
 STUCK_LEASES = 3.0
 _RETRY_S = (0.05, 1.0)
 _MAX_VALUE_BYTES = 4096
-
-
-# Seconds since boot; unlike the monotonic clock it counts while the machine is suspended.
-boot_time: Clock = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,7 @@ class Election:
         hooks: ElectionHooks,
         *,
         lease_store: Store | None = None,
-        clock: Clock = boot_time,
+        clock: Clock = seconds_since_boot,
     ) -> None:
         self.prefix = f"/fabric/{namespace}/election/"
         self.me = Candidate(secrets.token_hex(8), "")
@@ -397,3 +393,120 @@ def _candidate(value: bytes) -> Candidate | None:
         return None
     leader = Candidate(*texts)
     return leader if leader.url.startswith(("http://", "https://")) else None
+
+
+# Whether the store answers, and whether it takes writes: a full store answers every read and refuses every
+# write.
+#
+# The second probe is a write whose guard can never hold. A store that takes writes says that the guard
+# failed, and changes nothing. A full store refuses the write before it looks at the guard.
+
+
+# A missing key has revision 0, and no store reaches this revision.
+_NEVER = (1 << 62) - 1
+_WRITE_EVERY_S = 10.0
+_WRITE_ANSWER_S = 5.0
+
+
+@dataclass(slots=True)
+class StoreProbe:
+    """``refusal``: the store's message if it refused the last write, else empty.
+
+    A read is tried at most once in ``every_s``. A request waits for it at most ``patience_s``, because
+    kubelets wait one second; then it gets the last answer."""
+
+    store: Store
+    key: str
+    name: str = ""  # the store's URL, for people
+    every_s: float = 1.0
+    answer_s: float = 1.0
+    patience_s: float = 0.4
+    is_reachable: bool = True
+    refusal: str = ""
+    asked: float = float("-inf")
+    asking: asyncio.Task[None] | None = None
+
+    async def ask(self) -> bool:
+        """Return whether the store answers."""
+        if self.asking is None and time.monotonic() - self.asked >= self.every_s:
+            self.asking = asyncio.get_running_loop().create_task(self._ask())
+        if self.asking is not None:
+            await asyncio.wait({self.asking}, timeout=self.patience_s)
+        return self.is_reachable
+
+    async def _ask(self) -> None:
+        is_reachable = False
+        try:
+            with suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(self.answer_s):
+                    await self.store.get(self.key)
+                is_reachable = True
+        finally:
+            self.is_reachable, self.asked, self.asking = is_reachable, time.monotonic(), None
+
+    async def watch_writes(self) -> None:
+        """Try a write again and again, until cancelled."""
+        while True:
+            await self.try_writing()
+            await asyncio.sleep(_WRITE_EVERY_S)
+
+    async def try_writing(self) -> str:
+        """Try a write once; return the refusal."""
+        logged, key = self.refusal, f"{self.key}probe"
+        try:
+            async with asyncio.timeout(_WRITE_ANSWER_S):
+                await self.store.commit([Compare(key, create_revision=_NEVER)], [Put(key, b"")])
+            self.refusal = ""
+        except (StoreUnavailable, StoreIndefinite, TimeoutError):
+            pass  # a read is tried more often
+        except StoreError as error:
+            self.refusal = str(error)
+        if bool(self.refusal) != bool(logged):
+            log.warning(
+                "the store takes writes again" if logged else f"the store refuses writes: {self.refusal}"
+            )
+        return self.refusal
+
+
+# Writes to the store from a separate thread.
+#
+# A write takes eight turns of an event loop, to connect, send, and read the answer. With 10,000 sessions a
+# turn of the lighthouse's loop takes some 50 ms. In that loop, an epoch would be in the store long before
+# its members hear of it. From this thread a write costs one turn of that loop.
+
+
+# The arguments, answer and errors are those of ``Store.commit``.
+Commit = Callable[[Sequence[Compare], Sequence[Operation]], Awaitable[int | None]]
+
+
+class StoreThread:
+    """``store``: this thread's own handle; the first write connects it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._side = BackgroundLoop("fabric-writes")
+        self._connecting = asyncio.Lock()
+        self._is_connected = False
+
+    async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        return await asyncio.wrap_future(self._side.start(self._commit(compares, operations)))
+
+    async def close(self) -> None:
+        """Give up the handle and end the thread."""
+        await asyncio.wrap_future(self._side.start(self._store.close()))
+        self._side.close()
+
+    async def _commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        async with self._connecting:
+            if not self._is_connected:
+                await self._store.connect()
+                self._is_connected = True
+        try:
+            return await self._store.commit(compares, operations)
+        except (StoreUnavailable, StoreIndefinite, LeaseGone):
+            raise
+        except StoreError:
+            # The store may have been wiped or replaced; a connected handle refuses another store for ever.
+            self._is_connected = False
+            await self._store.close()
+            raise

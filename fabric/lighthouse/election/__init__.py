@@ -1,1 +1,0 @@
-"""The election of the leader, and its writes to the store."""

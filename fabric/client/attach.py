@@ -21,9 +21,14 @@ from fabric.client.control.engine import EngineParts, FailedRounds
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.buffer_choices import Buffers, check_choices, choose_buffers
 from fabric.client.gradients.exchange_thread import ExchangeThread
-from fabric.client.gradients.forward_buffers import ForwardBuffers, RankMeans
+from fabric.client.gradients.forward_buffers import (
+    Buffers,
+    ForwardBuffers,
+    RankMeans,
+    check_choices,
+    choose_buffers,
+)
 from fabric.client.gradients.gradient_backend import (
     GradientBackend,
     choose_backend,
@@ -45,8 +50,7 @@ from fabric.client.process.journal import Journal
 from fabric.client.process.rank_group import RankGroup
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
-from fabric.client.state.fetch_thread import FetchThread
-from fabric.client.state.gradient_pieces import PieceFetcher
+from fabric.client.state.fetch_thread import FetchThread, PieceFetcher
 from fabric.client.state.snapshot_policy import SnapshotPolicy, policy_of
 from fabric.client.state.snapshots import Snapshots
 from fabric.client.state.state_loader import StateLoader

@@ -2,8 +2,15 @@
 
 from typing import Any
 
-from fabric.client.data.fetching import IndexFetcher, IterableStream, StreamFetcher
-from fabric.client.data.loader import Loader, ReadingThreads, WorkerOptions, WorkerProcesses
+from fabric.client.data.loader import (
+    IndexFetcher,
+    IterableStream,
+    Loader,
+    ReadingThreads,
+    StreamFetcher,
+    WorkerOptions,
+    WorkerProcesses,
+)
 from fabric.client.data.sample_plan import SamplePlan
 
 

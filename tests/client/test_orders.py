@@ -22,8 +22,7 @@ from torch.utils.data import (
 
 from fabric.audit.audit import DataOrder
 from fabric.client.data.loader import DataReader, make_loader, parse_options
-from fabric.client.data.orders import SamplerOrder
-from fabric.client.data.sample_plan import SamplePlan
+from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
 from fabric.errors import ConfigError, FabricError
 from fabric.protocol.rules.assignment import cut
 from fabric.protocol.rules.compatibility import unequal_settings

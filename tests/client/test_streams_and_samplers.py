@@ -12,23 +12,20 @@ from torch.utils.data import SequentialSampler, SubsetRandomSampler
 import fabric.client
 from fabric.audit.audit import DataOrder
 from fabric.ckpt_server.state.training_state import StateDescriber, host_bytes, restore
-from fabric.client.data.fetching import IterableStream
 from fabric.client.data.loader import (
     DataReader,
+    IterableStream,
     LoaderOptions,
     data_slot_of,
     make_loader,
     parse_options,
 )
-from fabric.client.data.orders import SamplerOrder
-from fabric.client.data.sample_plan import SamplePlan
+from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.buffer_choices import choose_buffers
-from fabric.client.gradients.forward_buffers import ForwardBuffers
-from fabric.client.gradients.learning_rate import PresenceFactor
+from fabric.client.gradients.forward_buffers import ForwardBuffers, choose_buffers
 from fabric.client.loop.shared_state import shared_state
 from fabric.client.loop.solo import SoloSession
-from fabric.client.loop.step_data import StepData
+from fabric.client.loop.step_data import PresenceFactor, StepData
 from fabric.errors import ConfigError, FabricError, StateError
 from fabric.model import Base, Member, Record
 from fabric.runtime.config import Settings

@@ -15,10 +15,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fabric.client.collectives.calls import Call, CallFrame, Go, Key, Refuse, Supply, describe, judge
-from fabric.client.collectives.payload import GroupRing, Offer, Payload, make_call
-from fabric.client.control.collective_links import CollectiveGroup, CollectiveLinks, LinkedRing
+from fabric.client.collectives.calls import (
+    Call,
+    CallFrame,
+    Go,
+    GroupRing,
+    Key,
+    Offer,
+    Payload,
+    Refuse,
+    Supply,
+    describe,
+    judge,
+    make_call,
+)
 from fabric.client.control.engine import Engine, EngineParts
+from fabric.client.control.peers import CollectiveGroup, CollectiveLinks, LinkedRing
 from fabric.client.process.worker import Worker
 from fabric.errors import CollectiveFailed, ConfigError, Mismatch, NotAMember, ProtocolError, RoundAborted
 from fabric.model import Member, Record

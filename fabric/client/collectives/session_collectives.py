@@ -4,8 +4,8 @@ from concurrent.futures import Future
 
 import torch
 
+from fabric.client.collectives.calls import Offer, Payload, make_call
 from fabric.client.collectives.collectives import TIMEOUT_S, Collectives
-from fabric.client.collectives.payload import Offer, Payload, make_call
 
 
 class SoloCollectives:

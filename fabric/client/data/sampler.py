@@ -28,8 +28,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from fabric.client.data.loader import data_slot_of
-from fabric.client.data.orders import SamplerOrder
-from fabric.client.data.sample_plan import sample_indices
+from fabric.client.data.sample_plan import SamplerOrder, sample_indices
 from fabric.errors import ConfigError, FabricError
 from fabric.protocol.rules.assignment import cut
 from fabric.runtime import config

@@ -1,25 +1,62 @@
-"""The shared state in this process: its digests, its snapshots, and when it may change.
+"""The shared state in this process: its step, its digests, its snapshots, and its updates.
 
 The state does not change between a step boundary and the next update, so it is digested and copied there.
 """
 
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
+
+import torch
 
 from fabric.ckpt_server.state.content_digest import ContentDigests
 from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.control.engine import Engine, EngineParts
+from fabric.client.data.randomness import UpdateRandomness
+from fabric.client.gradients.bucket_stream import StaleGradients
 from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.loop.loop_progress import LoopProgress
 from fabric.client.process.incarnation_lock import ProcessIdentity
-from fabric.client.state.small_entries import small_entries, tensor_entries
+from fabric.client.state.mutation_guard import small_entries, tensor_entries
+from fabric.errors import SessionOver
 from fabric.ftar.buckets import FlatGradients
-from fabric.model import SnapshotRef
+from fabric.model import DataPlan, SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import SnapshotDue
 from fabric.protocol.rules.divergence import Entries
 from fabric.runtime.config import Settings
 from fabric.runtime.priority import run_low_priority
+
+
+@dataclass(slots=True)
+class LoopProgress:
+    """The progress of the main thread through the loop: one per session, and only that thread writes it."""
+
+    state_step: int = 0  # number of committed optimizer steps in the state in memory
+    begin: int = -1  # the first step of the present call of ``session.steps``; -1: the loop makes none
+    until: int = sys.maxsize  # the step at which this call ends
+    news: DataPlan | None = None  # the data plan of this call, until the core knows it
+    bare: bool = False  # whether the newest step of the user's code has no micro-batch
+    source: str = ""  # where the loaded state came from
+    left: SessionOver | None = None  # the error with which this process left the job before its end
+    finished: bool = False  # whether the job is complete
+    behind: bool = False  # true from a load or a replayed step until this replica contributes again
+    at: tuple[int, int] | None = None  # the step and micro-batch that user code computes
+    metrics: dict[str, float] = field(default_factory=dict)  # the user's sums of this step
+    samples: dict[int, list[int]] = field(default_factory=dict)  # this step's samples by micro-batch
+    loads: int = 0  # how often this process has loaded a fetched state
+
+    def take_news(self) -> DataPlan | None:
+        """Return the data plan that the core does not know yet; None where it knows it."""
+        news, self.news = self.news, None
+        return news
+
+    def micro_batch(self) -> int:
+        """Return the micro-batch that user code computes, or -1."""
+        return self.at[1] if self.at is not None else -1
+
 
 _T = TypeVar("_T")
 
@@ -179,3 +216,96 @@ class LocalState:
         parts.points.hit("snapshot", step)
         state = SnapshotRef(generation, step, digest)
         parts.snapshots.start(state, parts.snapshot_worker.submit, self._engine.post, durable)
+
+
+_log = logging.getLogger("fabric")
+
+
+class Handover:
+    """Hands committed gradients over to the user's update code, equally on all members; on the main thread."""
+
+    def __init__(self, replica: str, parts: EngineParts, state: LocalState) -> None:
+        self._parts = parts
+        self._state = state
+        self._empty = EmptySteps(replica, state.describer.objects.values())
+        optimizers = optimizers_in(state.describer.objects.values())
+        self.randomness = UpdateRandomness(optimizers)
+        self.stale = StaleGradients(optimizers)
+        self.attributes = parts.buffers.attributes
+
+    def give(self, order: io.Apply, held: io.PreparedRound) -> bool:
+        """Put the committed gradient into ``.grad``. Return whether the step has no update instead."""
+        parts, skipped = self._parts, self._empty.has_no_update(held) or bool(held.nonfinite)
+        if skipped:
+            # Optimizers do not change a parameter without a gradient, so the user's loop needs no branch.
+            self._state.drop_gradient()
+        else:
+            self._state.run(partial(self._scatter, order, held.weight))
+            if held.weight:
+                parts.buffers.commit(held.weight)
+                parts.own_states.commit(held.weight)
+            else:
+                parts.buffers.drop()
+                parts.own_states.drop()
+        if not order.contributed:
+            self.stale.end()
+            parts.own_states.hand_over()
+        self.randomness.begin(order.step)
+        return skipped
+
+    def resume(self, step: int) -> None:
+        """Begin the update of ``step`` again: the loop of a framework has computed a forward since ``give``.
+
+        Its changes to buffers and its random numbers are not those of the other members.
+        """
+        self._parts.buffers.drop()
+        self.randomness.begin(step)
+
+    def _scatter(self, order: io.Apply, weight: float) -> None:
+        backend, gradients = self._parts.backend, self._state.gradients
+        weight = weight or 1.0  # weight 0: the sum is zero, so any divisor will do
+        if order.prepared is not None and self._parts.exchange.stays(order.step):
+            gradients.divide(weight)
+        elif order.prepared is not None:
+            slot = self._parts.slots.find(order.step)
+            backend.scatter(gradients, slot.buffer, weight, slot.absent)
+        else:
+            fetched = self._parts.fetch_thread.buffer
+            assert fetched is not None
+            backend.scatter(gradients, fetched, weight)
+
+
+def optimizers_in(objects: Iterable[object]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of the shared state."""
+    return [x for x in objects if isinstance(x, torch.optim.Optimizer)]
+
+
+class EmptySteps:
+    """Steps of total weight 0: no member had data for them, or the data were drawn for a past step.
+
+    Such a step is committed, so that the data position advances. It has no update, and the log reports it.
+    ``objects`` are the shared state. A scaler among them fails on a step without gradients.
+    """
+
+    def __init__(self, replica: str, objects: Iterable[object]) -> None:
+        self._replica = replica
+        self._scales = any(isinstance(x, torch.amp.GradScaler) for x in objects)
+        self._met = 0
+
+    def has_no_update(self, held: io.PreparedRound) -> bool:
+        """Return whether this step is empty, so every ``.grad`` must be None. All members return the same.
+
+        Log the first such step, and again each time their number has doubled.
+        """
+        if held.weight > 0:
+            return False
+        self._met += 1
+        if self._met & (self._met - 1) == 0:
+            _log.warning(
+                "%s: step %d was committed with total weight 0, as no member had data: %s (%d so far)",
+                self._replica,
+                held.step,
+                "its gradient is zero" if self._scales else "it has no update",
+                self._met,
+            )
+        return not self._scales

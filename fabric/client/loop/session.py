@@ -29,22 +29,18 @@ from fabric.client.data.randomness import seed_everything
 from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.bucket_stream import Overlap
 from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.gradients.nonfinite_metrics import finite, restored
-from fabric.client.loop.handover import Handover
-from fabric.client.loop.local_state import LocalState
-from fabric.client.loop.loop_orders import LoopOrder, LoopOrders
-from fabric.client.loop.loop_progress import LoopProgress
+from fabric.client.loop.local_state import Handover, LocalState, LoopProgress
+from fabric.client.loop.loop_orders import FIRST_S, LoopOrder, LoopOrders, WaitLogger, describe_wait
 from fabric.client.loop.loop_source import check_exchange_loop, check_source
 from fabric.client.loop.model_watch import ModelWatch
 from fabric.client.loop.replay import Replay
 from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, make_engine
-from fabric.client.loop.step import Step
+from fabric.client.loop.step import Step, finite, restored
 from fabric.client.loop.step_data import StepData, described_as
 from fabric.client.process.excepthook import before_report
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.step_clock import StepClock
-from fabric.client.process.wait_log import FIRST_S, WaitLogger, describe_wait
 from fabric.client.state.durable_policy import StorageUnavailable
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients

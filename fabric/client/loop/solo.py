@@ -12,8 +12,8 @@ from fabric.client.collectives.session_collectives import SessionCollectives, So
 from fabric.client.data.loader import DataReader, Loader, SampleSlice, make_loader, parse_options
 from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.stale_gradients import StaleGradients
-from fabric.client.loop.handover import optimizers_in
+from fabric.client.gradients.bucket_stream import StaleGradients
+from fabric.client.loop.local_state import optimizers_in
 from fabric.client.loop.loop_source import check_source
 from fabric.client.loop.step import StepWeight, drop_gradients
 from fabric.client.loop.step_data import StepData

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from fabric.client.process.local_socket import listen, receive_line
+from fabric.client.process.debug_endpoint import listen, receive_line
 from fabric.errors import FabricError, Refused
 from fabric.ftar.buckets import Bucket
 from fabric.runtime.drill_orders import (

@@ -16,18 +16,16 @@ import torch
 import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.data.randomness import seed_everything
-from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.later_changes import ONE_TRAINING
-from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS, belongs
 from fabric.client.loop.step import Step
-from fabric.client.loop.unshared_objects import ADVICE
+from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS, belongs
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch, draws_data
 from fabric.integrations.adopt.living_objects import OWN_WAY, SchedulePosition, TrainingObjects
-from fabric.integrations.adopt.repeated_outputs import RepeatedOutputs
-from fabric.integrations.adopt.script_gradients import ScriptGradients
 from fabric.integrations.measured_values import measured_value
+from fabric.integrations.script_state import RepeatedOutputs, ScriptGradients
 from fabric.runtime.config import Settings, parse_replicas
 
 Attach = Callable[..., fabric.client.Session | fabric.client.SoloSession]

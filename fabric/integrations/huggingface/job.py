@@ -19,10 +19,9 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ProgressCallback
 
 import fabric.client
-from fabric.client.gradients.buffer_choices import default_buffers
-from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS
+from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.step import Step
-from fabric.client.loop.unshared_objects import ADVICE
+from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
 from fabric.errors import ConfigError
 from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.script_state import ScriptState

@@ -15,8 +15,8 @@ from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals, rows_of
 from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
-from fabric.integrations.lightning.callback_states import overrides
 from fabric.integrations.lightning.release import ROOT
+from fabric.integrations.lightning.run_files import overrides
 
 _pl: Any = importlib.import_module(ROOT)
 _signature: Any = importlib.import_module(f"{ROOT}.utilities.signature_utils")

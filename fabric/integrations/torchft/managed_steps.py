@@ -19,7 +19,7 @@ from torch.futures import Future
 
 import fabric.client
 from fabric.client.attach import ends_with_a_sentence
-from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.loop_orders import LoopOrder
 from fabric.client.outer.outer_loop import OuterLoop
 from fabric.client.process import excepthook

@@ -3,9 +3,7 @@
 from fabric.client.attach import attach
 from fabric.client.collectives.process_group import process_group, replicate_mesh
 from fabric.client.data.sampler import StepSampler
-from fabric.client.loop.ddp import ddp
-from fabric.client.loop.session import Session
-from fabric.client.loop.solo import SoloSession
+from fabric.client.loop.session import Session, SoloSession, ddp
 from fabric.client.loop.step import Step
 from fabric.client.outer.outer_loop import OuterLoop, diloco, local_sgd
 from fabric.client.process.rank_group import layout, refuse_layout

@@ -37,10 +37,9 @@ from fabric.client.gradients.gradient_backend import (
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
-from fabric.client.loop.session import Session
+from fabric.client.loop.session import Session, SoloSession
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.shutdown import refuse_second_training
-from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.unshared_objects import UNSHARED, UnsharedWatch
 from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.drill_endpoint import DrillEndpoint
@@ -64,7 +63,7 @@ from fabric.protocol.rules.adaptive_timeout import Budget
 from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of
 from fabric.protocol.rules.layout_text import layout_text, read_layout
 from fabric.runtime import config, logs
-from fabric.runtime.config import Settings, advertised_host, armed_points, parse_replicas
+from fabric.runtime.config import Settings, advertised_host, armed_points
 from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
@@ -186,7 +185,7 @@ def _attach(
         choices.sampler.check(chosen)
     optimizers = optimizers_by_name(optimizer)
     group = RankGroup.find()
-    layout = parse_layout(chosen.layout).over(group.size if group is not None else 1)
+    parse_layout(chosen.layout).over(group.size if group is not None else 1)  # raises for another number
     buffers = choose_buffers(model, choices.buffers)
     objects = shared_state(model, optimizers, state, buffers)
     outside = accept_optimizers(model, optimizers, state)
@@ -197,8 +196,7 @@ def _attach(
     unshared = UnsharedWatch(optimizers.values(), state, choices.unshared == "ignore")
     unshared.check()
     if chosen.disable:
-        replicas = parse_replicas(chosen.replicas)[1]
-        return SoloSession(trained, objects, chosen.on_nan, replicas, group, choices.step, layout)
+        return SoloSession(trained, objects, chosen, group, choices.step)
     refuse_second_training(chosen)
     check_serialisable(objects)
     averaged = ForwardBuffers(model, buffers)
@@ -229,8 +227,7 @@ def _attach(
     watch = ModelWatch(model, parameters, unshared, outside, {x: objects[x] for x in state})
     if choices.refuses_others:
         watch.watch_others(objects.values(), optimizers.values(), [state, choices.local_state])
-    parts = trainer.make_parts()
-    return Session(chosen, process, trainer.describer, trainer.gradients, parts, watch, choices.step)
+    return Session(trainer.make_parts(), watch, choices.step)
 
 
 def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:
@@ -406,6 +403,10 @@ class _Trainer:
         snapshots = self._snapshots(recover, durable)
         loader = self._state_loader(snapshots, durable)
         return EngineParts(
+            settings=settings,
+            process=self.process,
+            describer=self.describer,
+            gradients=gradients,
             handle=handle,
             plane=plane,
             peers=self._peers(plane, budget.link_s),

@@ -23,8 +23,8 @@ from fabric.client.data.loader import (
 from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
 from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.forward_buffers import ForwardBuffers, choose_buffers
+from fabric.client.loop.session import SoloSession
 from fabric.client.loop.shared_state import shared_state
-from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.step_data import PresenceFactor, StepData
 from fabric.errors import ConfigError, FabricError, StateError
 from fabric.model import Base, Member, Record

@@ -19,6 +19,7 @@ import uvloop
 
 from fabric.ckpt_server.attach.server_handle import ServerHandle
 from fabric.ckpt_server.state.content_digest import ContentDigests
+from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.link_echo import run_echo
 from fabric.client.control.peers import Peers
@@ -29,7 +30,7 @@ from fabric.client.gradients.gradient_backend import GradientBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.process.crash_marker import CrashMarker
-from fabric.client.process.incarnation_lock import claim_above
+from fabric.client.process.incarnation_lock import ProcessIdentity, claim_above
 from fabric.client.process.journal import Journal
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
@@ -37,6 +38,7 @@ from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError, RoundsFailed
 from fabric.exit_codes import FAILED, RESTART
+from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.lanes import LaneDirectory
 from fabric.ftar.plane import DataPlane
 from fabric.model import Fence, Record, SpeedMeasurement, first_of, incident_id_of
@@ -45,6 +47,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.network import CommitVote, Contribution
 from fabric.protocol.messages.rank_messages import NameSnapshot, RankEvent
 from fabric.runtime import logs
+from fabric.runtime.config import Settings
 from fabric.runtime.driver import Core, Driver
 from fabric.runtime.failpoints import Failpoints
 
@@ -159,8 +162,12 @@ _ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io
 
 @dataclass(slots=True)
 class EngineParts:
-    """The parts that the engine drives."""
+    """What ``attach`` has made: one per process, held by the engine and by the parts of the session."""
 
+    settings: Settings
+    process: ProcessIdentity
+    describer: StateDescriber  # of the shared state
+    gradients: FlatGradients
     handle: ServerHandle
     plane: DataPlane
     peers: Peers

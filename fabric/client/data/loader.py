@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -94,26 +94,12 @@ class IterableStream:
 Collate = Callable[[Sequence[Any]], Any]
 
 
-class Fetcher(Protocol):
-    """How the samples of a micro-batch are read. ``items``: their indices, or positions of a stream."""
-
-    @property
-    def collate(self) -> Collate:
-        """The function that makes a micro-batch of samples."""
-
-    def read(self, step: int, items: Sequence[Any]) -> Any:
-        """Return the collated micro-batch of these items."""
-
-    def count(self, items: Sequence[Any]) -> int:
-        """Return the number of samples."""
-
-    def seeded(self, step: int, micro_batch: int, items: Sequence[Any]) -> Any:
-        """Seed every generator first, so that the micro-batch is the same on every replica."""
-
-
 @dataclass(slots=True)
 class IndexFetcher:
-    """Reads a data set with an index, which is told the number of each pass where it has ``set_epoch``."""
+    """Reads micro-batches of a data set with an index. ``items``: their indices, or positions of a stream.
+
+    A data set with ``set_epoch`` is told the number of each pass. ``StreamFetcher`` has the same methods.
+    """
 
     dataset: Any
     collate: Collate
@@ -123,14 +109,17 @@ class IndexFetcher:
     _pass: int = -1  # that the data set was told last
 
     def read(self, step: int, items: Sequence[Any]) -> Any:
+        """Return the collated micro-batch of these items."""
         indices = items[0] if self.batched else items
         together = getattr(self.dataset, "__getitems__", None)
         return self.collate(together(indices) if together else [self.dataset[i] for i in indices])
 
     def count(self, items: Sequence[Any]) -> int:
+        """Return the number of samples."""
         return sum(len(batch) for batch in items) if self.batched else len(items)
 
     def seeded(self, step: int, micro_batch: int, items: Sequence[Any]) -> Any:
+        """Seed every generator first, so that the micro-batch is the same on every replica."""
         if self.pass_of is not None and self._pass != (number := self.pass_of(step, micro_batch)):
             self._pass = number
             seed_everything(self.seed, number, -1)  # the same draws on replicas that begin it elsewhere
@@ -160,6 +149,8 @@ class StreamFetcher:
         seed_everything(self.seed, step, micro_batch)
         return self.read(step, items)
 
+
+Fetcher = IndexFetcher | StreamFetcher
 
 # Worker processes that read micro-batches ahead: those of torch's DataLoader.
 #

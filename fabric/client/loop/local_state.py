@@ -12,21 +12,16 @@ from typing import TypeVar
 
 import torch
 
-from fabric.ckpt_server.state.content_digest import ContentDigests
-from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.data.randomness import UpdateRandomness
 from fabric.client.gradients.bucket_stream import StaleGradients
 from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.state.mutation_guard import small_entries, tensor_entries
 from fabric.errors import SessionOver
-from fabric.ftar.buckets import FlatGradients
 from fabric.model import DataPlan, SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import SnapshotDue
 from fabric.protocol.rules.divergence import Entries
-from fabric.runtime.config import Settings
 from fabric.runtime.priority import run_low_priority
 
 
@@ -64,26 +59,16 @@ _T = TypeVar("_T")
 class LocalState:
     """Digests and snapshots of the shared state; only the main thread uses it."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        process: ProcessIdentity,
-        parts: EngineParts,
-        engine: Engine,
-        describer: StateDescriber,
-        gradients: FlatGradients,
-        progress: LoopProgress,
-        content: ContentDigests | None = None,
-    ) -> None:
-        self.describer = describer
-        self.gradients = gradients
+    def __init__(self, parts: EngineParts, engine: Engine, progress: LoopProgress) -> None:
+        self.describer = parts.describer
+        self.gradients = parts.gradients
         self.digest_wanted = True  # whether to digest at the next boundary
-        self._process = process
+        self._process = parts.process
         self._parts = parts
         self._engine = engine
         self._progress = progress
-        self._content = content  # digests that do not depend on the layout, for unequal layouts
-        self._digests = settings.reproducible and settings.digest_every > 0
+        self._content = parts.content  # digests that do not depend on the layout, for unequal layouts
+        self._digests = parts.settings.reproducible and parts.settings.digest_every > 0
         self._digest_begun = False  # a digest was begun in the background and not taken yet
 
     # --- digests ----------------------------------------------------------------------------------
@@ -222,12 +207,12 @@ _log = logging.getLogger("fabric")
 
 
 class Handover:
-    """Hands committed gradients over to the user's update code, equally on all members; on the main thread."""
+    """Hands committed gradients over to the user's update code, equally on all members; in its thread."""
 
-    def __init__(self, replica: str, parts: EngineParts, state: LocalState) -> None:
+    def __init__(self, parts: EngineParts, state: LocalState) -> None:
         self._parts = parts
         self._state = state
-        self._empty = EmptySteps(replica, state.describer.objects.values())
+        self._empty = EmptySteps(parts.settings.replica, state.describer.objects.values())
         optimizers = optimizers_in(state.describer.objects.values())
         self.randomness = UpdateRandomness(optimizers)
         self.stale = StaleGradients(optimizers)

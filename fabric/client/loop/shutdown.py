@@ -17,7 +17,6 @@ from fabric.client.control.rank_engines import RankEngine
 from fabric.client.loop.local_state import LoopProgress
 from fabric.client.process import excepthook, job_end_note, raised_note
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
-from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import CollectiveFailed, ConfigError, FabricError, NotAMember, SessionOver
 from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, RESTART
 from fabric.model import JobEnd, Poison, first_of, shortened
@@ -157,14 +156,8 @@ def refuse_second_training(settings: Settings) -> None:
 class Shutdown:
     """Ends this process's part in the job; answers the checkpoint server's questions until then."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        process: ProcessIdentity,
-        parts: EngineParts,
-        engine: Engine,
-        progress: LoopProgress,
-    ) -> None:
+    def __init__(self, parts: EngineParts, engine: Engine, progress: LoopProgress) -> None:
+        settings, process = parts.settings, parts.process
         self._settings = settings
         self._process = process
         self._parts = parts

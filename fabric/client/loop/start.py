@@ -65,8 +65,9 @@ def stages_of(names: Sequence[str]) -> tuple[int, ...]:
     return tuple(numbers[name] for name in names) if len(numbers) > 1 else ()
 
 
-def make_engine(parts: EngineParts, process: ProcessIdentity) -> Engine:
+def make_engine(parts: EngineParts) -> Engine:
     """Make the engine of this rank."""
+    process = parts.process
     if process.group is None:
         return Engine(parts)
     if process.group.rank == 0:
@@ -74,10 +75,9 @@ def make_engine(parts: EngineParts, process: ProcessIdentity) -> Engine:
     return FollowerEngine(parts, process.group)
 
 
-def begin(
-    engine: Engine, parts: EngineParts, settings: Settings, process: ProcessIdentity, setup: TrainingSetup
-) -> None:
+def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     """Listen for peers and take part in the job. Raises FabricError where the start fails."""
+    settings, process = parts.settings, parts.process
     config = _config(settings, parts.exchange.retain, setup.plan)
     port = engine.listen(settings.bind, settings.ports)
     address = RankAddress(f"{url_host(advertised_host(settings))}:{port}", _ckpt(parts, process.rank))

@@ -4,7 +4,7 @@ In the weight of its gradient each micro-batch counts once, however often backwa
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from fabric.errors import FabricError
 from fabric.health.work import WorkAmount
 
 if TYPE_CHECKING:
-    from fabric.client.loop.session import Session
+    from fabric.client.loop.session import Session, SoloSession
 
 # Carries infinite and NaN metrics, for which JSON has no number.
 #
@@ -106,12 +106,6 @@ def _has_gradient(parameter: torch.nn.Parameter) -> bool:
     return parameter.grad is not None and bool((parameter.grad != 0).any())
 
 
-def drop_gradients(parameters: Sequence[torch.nn.Parameter], keep_zeros: bool) -> None:
-    """Leave no gradient, or with ``keep_zeros`` zeros, which a scaler needs."""
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if keep_zeros else None
-
-
 def _amount(work: float | Iterable[float], samples: int) -> WorkAmount:
     """Convert declared work, which is the lengths of documents or one number. Raises FabricError."""
     if isinstance(work, Iterable) and getattr(work, "ndim", None) != 0:
@@ -131,7 +125,7 @@ class Step:
     The fields have their final values when the iteration has ended.
     """
 
-    def __init__(self, session: "Session", number: int) -> None:
+    def __init__(self, session: "Session | SoloSession", number: int) -> None:
         self.number = number  # the committed step before this step's update; a recovery may raise this number
         self.contributed = False  # this replica's gradient is in the average; false in a replay
         self.replayed = False  # the gradient is a published one, and this replica still catches up
@@ -145,6 +139,14 @@ class Step:
         if self.done:
             raise FabricError(f"step {self.number} is committed already: iterate each step once")
         return self._session.run_step(self)
+
+    def check_ended(self) -> None:
+        """Raise FabricError where the loop has left this step."""
+        if not self.done:
+            raise FabricError(
+                f"the loop left step {self.number} before its micro-batches ended: iterate `for batch in "
+                "step` to its end, the exchange happens there"
+            )
 
     def backward(
         self,
@@ -166,7 +168,7 @@ class Step:
         if not share and self._session.layout.ranks == 1:
             return  # the loss may be 0/0; the ranks of one replica all go through the backward pass
         run = partial((loss * share).backward, **options)
-        self._session.overlap.backward(self.number, self.weight.so_far - before, run)
+        self._session.run_backward(self.number, self.weight.so_far - before, run)
 
     def add_weight(self, weight: float | None = None, work: float | Iterable[float] | None = None) -> float:
         """Count a gradient that other code (such as a pipeline schedule) has added; return its weight.

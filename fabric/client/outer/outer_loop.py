@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,8 +17,7 @@ from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.forward_buffers import Buffers, choose_buffers
 from fabric.client.gradients.gradient_backend import device_of
 from fabric.client.loop.model_watch import refuse_optimizers
-from fabric.client.loop.session import Session
-from fabric.client.loop.solo import SoloSession, SoloStep
+from fabric.client.loop.session import Session, SoloSession
 from fabric.client.loop.step import Step
 from fabric.errors import ConfigError, FabricError
 from fabric.protocol.messages import member_events as io
@@ -217,24 +216,6 @@ def _mirror(
     return mirror
 
 
-class OuterRounds(Protocol):
-    """The rounds of outer steps, as the inner steps use them."""
-
-    is_open: bool  # whether this replica may contribute to the round of the committed step
-
-    def open(self) -> bool:
-        """Begin the next outer step. Return whether the local parameters were replaced."""
-
-    def hand_over(self) -> None:
-        """Contribute the pseudo-gradient; never wait."""
-
-    def poll(self) -> bool:
-        """Do what the exchange under way needs; never wait. Return whether this replica fell behind."""
-
-    def commit(self) -> Step | SoloStep:
-        """Wait for the round's commit, and apply it."""
-
-
 class _Updates:
     """Applies committed pseudo-gradients."""
 
@@ -246,7 +227,7 @@ class _Updates:
     def hand_over(self, step: int) -> None:
         self._shared.set_gradient(step % self._schedule.fragments)
 
-    def apply(self, step: Step | SoloStep) -> None:
+    def apply(self, step: Step) -> None:
         """Update the global parameters of the step's fragment, and then the local ones.
 
         If the step has nothing of this replica, the local parameters begin from the global ones.
@@ -272,7 +253,7 @@ class JobRounds:
         schedule: OuterSchedule,
         until: int = sys.maxsize,
     ) -> None:
-        self.is_open = False
+        self.is_open = False  # whether this replica may contribute to the round of the committed step
         self._session = session
         self._shared = shared
         self._updates = _Updates(shared, outer, schedule)
@@ -284,6 +265,7 @@ class JobRounds:
         session.start_exchanges(schedule.describe(), until)
 
     def open(self) -> bool:
+        """Begin the next outer step. Return whether the local parameters were replaced."""
         session = self._session
         loads, replayed = session.loads, 0
         while session.committed_step < self._until:
@@ -300,6 +282,7 @@ class JobRounds:
         return replayed > 0 or session.loads != loads
 
     def hand_over(self) -> None:
+        """Contribute the pseudo-gradient; never wait."""
         assert self._order is not None
         session, order = self._session, self._order
         self._loads, self._weight = session.loads, 1.0 if session.take_drawn() else 0.0
@@ -309,11 +292,13 @@ class JobRounds:
         self.poll()
 
     def poll(self) -> bool:
+        """Do what the exchange under way needs; never wait. Return whether this replica fell behind."""
         if self._arrived is None and (order := self._session.orders.poll()) is not None:
             self._note(order)
         return isinstance(self._arrived, io.Apply) and self._arrived.prepared is None
 
     def commit(self) -> Step:
+        """Wait for the round's commit, and apply it."""
         while self._arrived is None:
             self._note(self._session.orders.next())
         step = self._session.end_step(self._arrived)
@@ -360,7 +345,7 @@ class SoloRounds:
     def poll(self) -> bool:
         return False
 
-    def commit(self) -> SoloStep:
+    def commit(self) -> Step:
         step = self._session.exchange()
         self._updates.apply(step)
         return step
@@ -372,7 +357,7 @@ class OuterLoop:
     def __init__(
         self,
         session: Session | SoloSession,
-        rounds: OuterRounds,
+        rounds: JobRounds | SoloRounds,
         shared: GlobalParameters,
         inner: torch.optim.Optimizer,
         schedule: OuterSchedule,
@@ -380,7 +365,7 @@ class OuterLoop:
     ) -> None:
         self.session = session
         self.shared = shared.module  # the global parameters, under the names of the model's state
-        self.step: Step | SoloStep | None = None  # the newest committed outer step
+        self.step: Step | None = None  # the newest committed outer step
         self._rounds = rounds
         self._shared = shared
         self._schedule = schedule
@@ -524,11 +509,11 @@ def make_outer_loop(
     shared.move(outer)
     choices = Choices(local, fragments=shared.fragments, **given)
     session = make_session(shared.module, outer, state, choices, settings)
-    rounds: OuterRounds
-    if isinstance(session, SoloSession):
-        rounds = SoloRounds(session, shared, outer, schedule)
-    else:
-        rounds = JobRounds(session, shared, outer, schedule, until)
+    rounds = (
+        SoloRounds(session, shared, outer, schedule)
+        if isinstance(session, SoloSession)
+        else JobRounds(session, shared, outer, schedule, until)
+    )
     loop = OuterLoop(session, rounds, shared, inner, schedule, until)
     if sampler is not None:
         sampler.bind(lambda: loop.drawing_step)

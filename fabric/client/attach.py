@@ -41,11 +41,11 @@ from fabric.client.loop.session import Session, SoloSession
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.shutdown import refuse_second_training
 from fabric.client.loop.unshared_objects import UNSHARED, UnsharedWatch
-from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.drill_endpoint import DrillEndpoint
 from fabric.client.process.excepthook import install_excepthook
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim_identity
 from fabric.client.process.journal import Journal
+from fabric.client.process.last_notes import CrashMarker
 from fabric.client.process.rank_group import RankGroup
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints

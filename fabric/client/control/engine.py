@@ -29,9 +29,9 @@ from fabric.client.gradients.forward_buffers import ForwardBuffers, first_member
 from fabric.client.gradients.gradient_backend import GradientBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.gradients.replica_states import ReplicaStates
-from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim_above
 from fabric.client.process.journal import Journal
+from fabric.client.process.last_notes import CrashMarker
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread

@@ -15,8 +15,9 @@ import torch
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.loop.local_state import LoopProgress
-from fabric.client.process import excepthook, job_end_note, raised_note
+from fabric.client.process import excepthook
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
+from fabric.client.process.last_notes import leave_job_end, raised_again
 from fabric.errors import CollectiveFailed, ConfigError, FabricError, NotAMember, SessionOver
 from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, RESTART
 from fabric.model import JobEnd, Poison, first_of, shortened
@@ -210,7 +211,7 @@ class Shutdown:
             self._parts.journal.write("alone", step=order.step, reason=order.alone)
         if order.ended is not None:
             self._unheard = order.ended
-            job_end_note.leave(self._settings.home, order.ended)
+            leave_job_end(self._settings.home, order.ended)
 
     def end(self, finished: bool) -> None:
         """Detach from the checkpoint server, if it still runs."""
@@ -269,9 +270,7 @@ class Shutdown:
             self.depart(reason, FAILED)
             raise SystemExit(FAILED)
         if self._settings.on_exception == "restart" and not is_mistake:
-            if at is not None or not raised_note.repeats(
-                self._settings.home, self._progress.state_step, reason
-            ):
+            if at is not None or not raised_again(self._settings.home, self._progress.state_step, reason):
                 self._say(f"this replica alone starts again after {reason}")
                 self.depart(reason)
                 raise SystemExit(RESTART)

@@ -13,8 +13,8 @@ import xxhash
 
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
-from fabric.client.process import job_end_note
 from fabric.client.process.incarnation_lock import ProcessIdentity
+from fabric.client.process.last_notes import find_job_end
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients
 from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sharing, SnapshotRef
@@ -187,7 +187,7 @@ def _identity(
         tensors=setup.tensors,
         plane=setup.plane,
         spare=settings.spare,
-        ended=job_end_note.find(settings.home),
+        ended=find_job_end(settings.home),
         secret=secrets.token_hex(16),
     )
 

@@ -7,13 +7,14 @@ epoch do so, which the members have run.
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fabric.client.loop.shared_state import with_state
 from fabric.errors import ConfigError
+from fabric.exit_codes import RESTART
 from fabric.integrations.adopt.living_objects import OWN_WAY
 
 
@@ -185,3 +186,20 @@ def _as_new(value: Any) -> Any:
         return value
     fresh = value.clone()
     return fresh.requires_grad_() if fresh.is_floating_point() and torch.is_grad_enabled() else fresh
+
+
+def say_goes_over(replica: str, number: int, step: int) -> None:
+    """Say that the loop, which is at step ``number``, goes over the steps that the job has made."""
+    sys.stderr.write(
+        f"fabric: {replica}: the job is at step {step}, and the script's loop goes over {step - number} "
+        "steps without computing them\n"
+    )
+
+
+def leave_behind(replica: str, number: int, step: int) -> NoReturn:
+    """End this process, because its loop is at step ``number`` and the job goes on from an earlier one."""
+    sys.stderr.write(
+        f"fabric: {replica}: the job goes on from step {step} and the script's loop is at step {number}, and "
+        "cannot go back: this process starts again\n"
+    )
+    raise SystemExit(RESTART)

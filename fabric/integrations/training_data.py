@@ -1,10 +1,11 @@
 """A torch DataLoader taken whole: its order, its batches and its workers, as a loader of the job."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from fabric.client.data.loader import Loader, is_stream
 from fabric.errors import ConfigError
@@ -97,6 +98,10 @@ class TrainingData:
         """Whether the data set is iterated and has no known end."""
         return self.sampler is None
 
+    def limited(self, size: int) -> "TrainingData":
+        """Return these data with the first ``size`` positions of each pass."""
+        return self if size == self.size else replace(self, sampler=FirstOf(self.sampler, size), size=size)
+
     def steps_per_pass(self, global_batch_size: int, epoch_end: str) -> int:
         """Return the number of steps of a pass; 0 where there are no passes."""
         steps, left = divmod(self.size, global_batch_size)
@@ -154,6 +159,19 @@ class _Sampling:
         if type(batches) is BatchSampler:
             return cls(_whole(batches.sampler, ranks), batches.batch_size, drop_last=batches.drop_last)
         return cls(_whole(batches, ranks), 1, batched=True)
+
+
+class FirstOf(Sampler[Any]):
+    """The first ``size`` positions of each pass of ``sampler``."""
+
+    def __init__(self, sampler: Any, size: int) -> None:
+        self.sampler, self._size = sampler, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.sampler), self._size)
 
 
 @dataclass(frozen=True, slots=True)

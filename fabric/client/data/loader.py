@@ -19,7 +19,7 @@ from fabric.client.data.randomness import seed_everything
 from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, shuffles_all
 from fabric.errors import ConfigError, FabricError
 from fabric.model import EVERYTHING, Record, Sharing
-from fabric.protocol.rules.spare import best_offsets, has_distinct_differences, stack_of
+from fabric.protocol.rules.spare import stack_of
 from fabric.runtime.system_calls import die_with
 
 # Iterable data sets: every replica reads the stream from its beginning to the committed position.
@@ -594,18 +594,6 @@ class Loader:
         member = record.member(replica) if record is not None else None
         if member is not None and self.plan.shards:
             self.data_slot = member.data_slot
-
-    @property
-    def layout(self) -> str:
-        """How the shards are placed on the replicas.
-
-        "all": every replica reads all data. "golomb": any two shards share at most one reader. "consecutive":
-        the job has too few replicas for "golomb".
-        """
-        if not self.plan.shards:
-            return "all"
-        offsets = best_offsets(self.plan.shards, self.sharing.readers)
-        return "golomb" if has_distinct_differences(self.plan.shards, offsets) else "consecutive"
 
     def begin_step(self, step: int) -> None:
         """Check at each pass that the data set has the size of the plan. Raises ConfigError."""

@@ -86,9 +86,9 @@ class UnsharedWatch:
             raise refusal
 
     def _refusal(self) -> ConfigError | None:
-        living = _living((LRScheduler, torch.amp.GradScaler, AveragedModel))
+        objects = living(LRScheduler, torch.amp.GradScaler, AveragedModel)
         inside = _parts_of(self._state.values())
-        schedulers = [x for x in living if isinstance(x, LRScheduler) and self._steers(x)]
+        schedulers = [x for x in objects if isinstance(x, LRScheduler) and self._steers(x)]
         within = {id(part) for x in schedulers for part in getattr(x, "_schedulers", ())}
         for scheduler in schedulers:
             if id(scheduler) not in within and id(scheduler) not in inside:
@@ -98,13 +98,13 @@ class UnsharedWatch:
                     "another learning rate",
                     '"scheduler": scheduler',
                 )
-        for scaler in living:
+        for scaler in objects:
             scales = isinstance(scaler, torch.amp.GradScaler) and getattr(scaler, "_scale", None) is not None
             if scales and id(scaler) not in inside:
                 return _refusal("a GradScaler scales the loss", "another scale", '"scaler": scaler')
         held = [p for x in self._optimizers for group in x.param_groups for p in group["params"]]
         shapes = sorted(x.shape for x in held)
-        for average in living:
+        for average in objects:
             if not isinstance(average, AveragedModel) or id(average) in inside:
                 continue
             if sorted(x.shape for x in average.parameters()) == shapes:
@@ -125,7 +125,7 @@ class UnsharedWatch:
         return groups is not None and any(groups is x.param_groups for x in self._optimizers)
 
 
-def _living(kinds: tuple[type, ...]) -> list[Any]:
+def living(*kinds: type) -> list[Any]:
     """Return all living objects of these types. Reading an attribute of others could import a module."""
     types = {x for kind in kinds for x in _subtypes(kind)}
     return [x for x in gc.get_objects() if type(x) in types]

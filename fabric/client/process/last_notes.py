@@ -1,4 +1,4 @@
-"""What this process leaves for after its end: its micro-batch, the job's end, and the exception of its loop."""
+"""What this process leaves for after its end: its micro-batch, the job's end, and an exception."""
 
 import contextlib
 import json

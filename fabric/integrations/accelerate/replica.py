@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate.scheduler import AcceleratedScheduler
@@ -30,11 +30,17 @@ from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
 from fabric.client.loop.user_functions import loops_around, tree_of
 from fabric.client.process.excepthook import on_uncaught
 from fabric.errors import ConfigError, FabricError
-from fabric.exit_codes import FAILED, RESTART
+from fabric.exit_codes import FAILED
 from fabric.integrations.adopt.living_objects import schedulers_of
 from fabric.integrations.arguments import unequal_optimizer
 from fabric.integrations.measured_values import measured_value
-from fabric.integrations.script_state import RepeatedOutputs, ScriptGradients, ScriptState
+from fabric.integrations.script_state import (
+    RepeatedOutputs,
+    ScriptGradients,
+    ScriptState,
+    leave_behind,
+    say_goes_over,
+)
 from fabric.integrations.step_feed import StepFeed
 from fabric.integrations.training_data import TrainingData
 from fabric.runtime.config import Settings, launched_ranks, parse_replicas
@@ -401,22 +407,6 @@ class AcceleratedReplica:
         self._loop.outputs.close()
         self._session.close()
 
-    def leave(self, step: int) -> NoReturn:
-        """End this process, because its loop is ahead of the job."""
-        assert self._loop is not None
-        self._say(
-            f"the job goes on from step {step} and the script's loop is at step {self._loop.number}, and "
-            "cannot go back: this process starts again"
-        )
-        raise SystemExit(RESTART)
-
-    def goes_over_from(self, number: int, step: int) -> None:
-        """Say that the loop goes over steps."""
-        self._say(
-            f"the job is at step {step}, and the script's loop goes over {step - number} steps without "
-            "computing them"
-        )
-
     def _say(self, sentence: str) -> None:
         sys.stderr.write(f"fabric: {self.name}: {sentence}\n")
 
@@ -466,7 +456,7 @@ class _ScriptLoop:
         if self.number == until:
             return False
         if self.number > job_at:
-            self._replica.leave(job_at)
+            leave_behind(self._replica.name, self.number, job_at)
         self._begin_step(job_at)
         return True
 
@@ -480,7 +470,7 @@ class _ScriptLoop:
     def _begin_step(self, job_at: int) -> None:
         replica, over = self._replica, self.number < job_at
         if over and not replica.goes_over:
-            replica.goes_over_from(self.number, job_at)
+            say_goes_over(replica.name, self.number, job_at)
             self._state.keep()
         elif not over and replica.goes_over:
             self._state.put_back()
@@ -523,10 +513,10 @@ class _ScriptLoop:
         if self.computes and step is not None and step.number != self.number:
             # The replica was behind and has taken over a later state in this step.
             if step.number < self.number:
-                replica.leave(step.number)
+                leave_behind(replica.name, self.number, step.number)
             self._set_aside()
             self._gradients.fill()
-            replica.goes_over_from(self.number, step.number)
+            say_goes_over(replica.name, self.number, step.number)
             self._state.keep()
             replica.goes_over = True
         self.number += 1

@@ -6,10 +6,8 @@ While a job runs, the Trainer's loop finds the job's methods in place of four of
 
 import contextlib
 import enum
-import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,8 +279,7 @@ class TrainerJob:
         if data.is_stream:
             return dataloader
         if data.drop_last:
-            full = _WholeBatches(data.sampler, data.batch_size)
-            self._data = data = replace(data, sampler=full, size=len(full))
+            self._data = data = data.limited(data.size // data.batch_size * data.batch_size)
         accumulation = self._trainer.args.gradient_accumulation_steps
         self.epochs = Passes(math.ceil(data.size / data.batch_size), accumulation * self.replicas)
         return _Epoch(dataloader.dataset, self.epochs.steps * accumulation)
@@ -563,20 +560,6 @@ class EpochPlace(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Set the place in the epoch; the Trainer has set that of its own micro-batches."""
         state.epoch = self._job.epochs.place(state.global_step)
-
-
-class _WholeBatches:
-    """A sampler without the indices of its last batch, where the batch is not full."""
-
-    def __init__(self, sampler: Any, batch_size: int) -> None:
-        self.sampler = sampler
-        self._length = len(sampler) // batch_size * batch_size
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.sampler), self._length)
 
 
 class _Epoch:

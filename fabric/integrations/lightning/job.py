@@ -1,6 +1,5 @@
 """The session of a FabricStrategy, and the job's micro-batches in the form that Lightning's loop reads."""
 
-import dataclasses
 import importlib
 import math
 import signal
@@ -8,11 +7,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils.data import Sampler
 
 import fabric.client
 from fabric.client.gradients.forward_buffers import default_buffers
@@ -236,7 +233,7 @@ class LightningJob:
         settings = config.settings(**{k: v for k, v in arguments.items() if k in config.Settings.__slots__})
         source = TrainingData.of(loader)
         self.epochs = _epochs(trainer, source, parse_replicas(settings.replicas)[1])
-        self._source = _limited(source, self.epochs.samples)
+        self._source = source.limited(self.epochs.samples)
         self._until = _until(trainer, self.epochs.steps)
         self.more: tuple[Any, ...] = ()  # further arguments of training_step
         self.has_batch = False  # the loop holds a micro-batch of the job
@@ -450,19 +447,6 @@ class JobBatches:
         """Load nothing."""
 
 
-class FirstOf(Sampler[Any]):
-    """The first ``size`` positions of each pass of ``sampler``, as ``limit_train_batches`` says."""
-
-    def __init__(self, sampler: Any, size: int) -> None:
-        self.sampler, self._size = sampler, size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), self._size)
-
-
 def _release_sigterm(trainer: Any) -> None:
     """Leave SIGTERM to the session: Lightning's own handler ends the Trainer without the job's knowledge.
 
@@ -472,12 +456,6 @@ def _release_sigterm(trainer: Any) -> None:
     own = all(getattr(x, "__self__", None) is trainer._signal_connector for x in composed)  # noqa: SLF001
     if own and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _limited(source: TrainingData, samples: int) -> TrainingData:
-    if samples == source.size:
-        return source
-    return dataclasses.replace(source, sampler=FirstOf(source.sampler, samples), size=samples)
 
 
 def _epochs(trainer: Any, source: TrainingData, replicas: int) -> EpochShape:

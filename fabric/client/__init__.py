@@ -8,7 +8,7 @@ from fabric.client.loop.step import Step
 from fabric.client.outer.outer_loop import OuterLoop, diloco, local_sgd
 from fabric.client.process.rank_group import layout, refuse_layout
 from fabric.client.state.restored_values import RestoredValues, restore_values
-from fabric.client.state.snapshot_policy import EverySteps, OverheadBudget, SnapshotPolicy
+from fabric.client.state.snapshots import EverySteps, OverheadBudget, SnapshotPolicy
 from fabric.errors import CollectiveFailed, NotAMember
 from fabric.runtime.rank_layout import RankLayout
 

@@ -26,6 +26,7 @@ from fabric.client.gradients.forward_buffers import (
     Buffers,
     ForwardBuffers,
     RankMeans,
+    ReplicaStates,
     check_choices,
     choose_buffers,
 )
@@ -35,7 +36,6 @@ from fabric.client.gradients.gradient_backend import (
     device_of,
 )
 from fabric.client.gradients.gradient_slots import GradientSlots
-from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
 from fabric.client.loop.session import Session, SoloSession
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
@@ -50,8 +50,7 @@ from fabric.client.process.rank_group import RankGroup
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread, PieceFetcher
-from fabric.client.state.snapshot_policy import SnapshotPolicy, policy_of
-from fabric.client.state.snapshots import Snapshots
+from fabric.client.state.snapshots import SnapshotPolicy, Snapshots, policy_of
 from fabric.client.state.state_loader import StateLoader
 from fabric.drill.injection.injector import start_injector
 from fabric.errors import ConfigError, FabricError, ServerLost

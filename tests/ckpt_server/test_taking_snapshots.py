@@ -15,8 +15,7 @@ from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView, capture
 from fabric.client.process.worker import Worker
 from fabric.client.state.mutation_guard import MEANWHILE, MutationGuard
-from fabric.client.state.snapshot_policy import EverySteps
-from fabric.client.state.snapshots import Snapshots
+from fabric.client.state.snapshots import EverySteps, Snapshots
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 

@@ -6,9 +6,9 @@ from fabric.client.data.loader import (
     IndexFetcher,
     IterableStream,
     Loader,
+    LoaderOptions,
     ReadingThreads,
     StreamFetcher,
-    WorkerOptions,
     WorkerProcesses,
 )
 from fabric.client.data.sample_plan import SamplePlan
@@ -27,5 +27,5 @@ def loader_of(
         loader.workers = ReadingThreads(fetcher, loader.items, workers)
     elif workers:
         tries = plan.steps_per_pass
-        loader.workers = WorkerProcesses(fetcher, loader.items, workers, WorkerOptions(), "r0", tries)
+        loader.workers = WorkerProcesses(fetcher, loader.items, workers, LoaderOptions(), "r0", tries)
     return loader

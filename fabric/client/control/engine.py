@@ -25,10 +25,9 @@ from fabric.client.control.link_echo import run_echo
 from fabric.client.control.peers import Peers
 from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_thread import ExchangeThread
-from fabric.client.gradients.forward_buffers import ForwardBuffers, first_member
+from fabric.client.gradients.forward_buffers import ForwardBuffers, ReplicaStates, first_member
 from fabric.client.gradients.gradient_backend import GradientBackend
 from fabric.client.gradients.gradient_slots import GradientSlots
-from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim_above
 from fabric.client.process.journal import Journal
 from fabric.client.process.last_notes import CrashMarker

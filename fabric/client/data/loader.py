@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, shuffles_al
 from fabric.errors import ConfigError, FabricError
 from fabric.model import EVERYTHING, Record, Sharing
 from fabric.protocol.rules.spare import stack_of
+from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.system_calls import die_with
 
 # Iterable data sets: every replica reads the stream from its beginning to the committed position.
@@ -166,22 +167,6 @@ Fetcher = IndexFetcher | StreamFetcher
 Key = tuple[int, int]  # step and micro-batch
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """How batches are read ahead. Except ``workers`` they are those of torch's DataLoader."""
-
-    workers: str = "processes"  # or "threads", which share the data set
-    worker_init_fn: Callable[[int], None] | None = None
-    prefetch_factor: int | None = None
-    multiprocessing_context: Any = None
-    pin_memory: bool = False
-    timeout: float = 0
-
-    def __post_init__(self) -> None:
-        if self.workers not in ("processes", "threads"):
-            raise ConfigError(f'workers is "{self.workers}": it must be "processes" or "threads"')
-
-
 class _Requests(Sampler[Any]):
     """The order in which the workers read. It never ends: without anything to read it gives None."""
 
@@ -280,7 +265,7 @@ class WorkerProcesses:
         fetcher: IndexFetcher,
         items: Callable[[int, int], Sequence[Any]],
         count: int,
-        options: WorkerOptions,
+        options: "LoaderOptions",
         replica: str,
         steps_to_try: int,
     ) -> None:
@@ -403,12 +388,17 @@ class ReadingThreads:
 
 
 Workers = WorkerProcesses | ReadingThreads
-ON_LOSS = ("wait", "shrink", "stop")
+_CHOICES = {
+    "policy": ("constant", "shrink"),
+    "on_poison": ("stop", "skip"),
+    "on_loss": ("wait", "shrink", "stop"),
+    "workers": ("processes", "threads"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """How the batch is shared out, as given to ``session.loader``.
+    """How the batch is shared out and read ahead, as given to ``session.loader``.
 
     ``policy``: "constant" or "shrink". ``redundancy``: how many replicas can read each shard of the data; 0:
     all. ``data_slot``: this replica's shard under ``redundancy`` (default: the number at the end of its id;
@@ -430,15 +420,18 @@ class LoaderOptions:
     batch_sampler: Any = None
     generator: Any = None
     epoch_end: str = "continue"
-    reading: WorkerOptions = field(default_factory=WorkerOptions)
+    workers: str = "processes"  # or "threads", which share the data set; the others are those of a DataLoader
+    worker_init_fn: Callable[[int], None] | None = None
+    prefetch_factor: int | None = None
+    multiprocessing_context: Any = None
+    pin_memory: bool = False
+    timeout: float = 0
 
     def __post_init__(self) -> None:
-        if self.policy not in ("constant", "shrink"):
-            raise ConfigError(f'policy is "{self.policy}": it must be "constant" or "shrink"')
-        if self.on_poison not in ("stop", "skip"):
-            raise ConfigError(f'on_poison is "{self.on_poison}": it must be "stop" or "skip"')
-        if self.on_loss not in ON_LOSS:
-            raise ConfigError(f'on_loss is "{self.on_loss}": it must be "wait", "shrink" or "stop"')
+        for name, choices in _CHOICES.items():
+            if (given := getattr(self, name)) not in choices:
+                *others, last = (f'"{x}"' for x in choices)
+                raise ConfigError(f'{name} is "{given}": it must be {", ".join(others)} or {last}')
         if self.on_loss != "wait" and self.redundancy == 0:
             raise ConfigError("on_loss goes with redundancy: without it every replica can read every shard")
         if self.redundancy < 0 or (self.data_slot is not None and self.redundancy == 0):
@@ -466,14 +459,11 @@ class LoaderOptions:
 
 def parse_options(given: dict[str, Any]) -> LoaderOptions:
     """Check the arguments of ``session.loader`` besides the sizes. Raises ConfigError for an unknown one."""
-    options = [f.name for f in fields(LoaderOptions) if f.name != "reading"]
-    reading = [f.name for f in fields(WorkerOptions)]
-    unknown = sorted(set(given) - set(options) - set(reading))
+    names = [f.name for f in fields(LoaderOptions)]
+    unknown = sorted(set(given) - set(names))
     if unknown:
-        names = ", ".join([*options, *reading])
-        raise ConfigError(f"session.loader knows no {unknown[0]}: its options are {names}")
-    reads = WorkerOptions(**{name: value for name, value in given.items() if name in reading})
-    return LoaderOptions(**{k: v for k, v in given.items() if k in options}, reading=reads)
+        raise ConfigError(f"session.loader knows no {unknown[0]}: its options are {', '.join(names)}")
+    return LoaderOptions(**given)
 
 
 def describe_sharing(sharing: Sharing) -> dict[str, Any]:
@@ -653,41 +643,33 @@ def check_size(name: str, size: int, planned: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DataReader:
-    """The replica that reads the data, as the loader needs it."""
-
-    replica: str
-    replicas: int  # number of replicas with which the job starts
-    rack: str = ""  # name of the rack of the replica's host
-
-
 def make_loader(
     dataset: Any,
     sizes: tuple[int, int, int],
     collate_fn: Callable[[Sequence[Any]], Any] | None,
     num_workers: int,
     options: LoaderOptions,
-    reader: DataReader,
+    settings: Settings,
     part: SampleSlice | None = None,
 ) -> Loader:
     """Make the loader of one rank. Raises ConfigError for sizes and options that do not fit.
 
-    ``sizes``: global batch, micro-batch and seed. ``part``: this rank's slice of a micro-batch.
+    ``sizes``: global batch, micro-batch and seed. ``settings``: those of the replica that reads the data.
+    ``part``: this rank's slice of a micro-batch.
     """
-    streams = is_stream(dataset)
+    streams, replicas = is_stream(dataset), parse_replicas(settings.replicas)[1]  # that the job starts with
     if streams and options.redundancy:
         raise ConfigError("redundancy is for data sets with len() and an index, not for iterable ones")
-    shards = reader.replicas if options.redundancy else 0
+    shards = replicas if options.redundancy else 0
     order = options.order(dataset, sizes[2])
     size = order.size if order is not None else 0 if streams else len(dataset)
     plan = SamplePlan(size, *sizes, shards, streams, options.epoch_end, order)
     data_slot = -1
-    if options.redundancy and (options.data_slot is not None or not reader.rack):
-        data_slot = data_slot_of(reader.replica, reader.replicas, options.data_slot)
+    if options.redundancy and (options.data_slot is not None or not settings.rack):
+        data_slot = data_slot_of(settings.replica, replicas, options.data_slot)
     fetcher = _fetcher(dataset, plan, collate_fn or collate, options)
-    loader = Loader(fetcher, plan, options.sharing(reader.replicas), data_slot, options.scale_lr, part)
-    loader.workers = _workers(loader, num_workers, options.reading, reader.replica)
+    loader = Loader(fetcher, plan, options.sharing(replicas), data_slot, options.scale_lr, part)
+    loader.workers = _workers(loader, num_workers, options, settings.replica)
     return loader
 
 
@@ -718,7 +700,7 @@ def _fetcher(dataset: Any, plan: SamplePlan, collate_fn: Collate, options: Loade
     return IndexFetcher(dataset, collate_fn, plan.seed, batched, pass_of)
 
 
-def _workers(loader: Loader, count: int, options: WorkerOptions, replica: str) -> Workers | None:
+def _workers(loader: Loader, count: int, options: LoaderOptions, replica: str) -> Workers | None:
     if not count:
         return None
     fetcher = loader.fetcher

@@ -9,7 +9,8 @@ sum stays in ``.grad``: it is neither copied nor digested.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -314,15 +315,8 @@ class ExchangeThread:
             # Gather all lanes before the first result is written: a piece with copies lies in several lanes.
             run(partial(lanes.rank_lanes.gather, section, flat, part))
         for section, part in zip(sections, parts, strict=True):
-            started = time.monotonic()
-            try:
+            with self._reducing(entry):
                 plane.reduce_lane(section.lane, epoch, order.step, part)
-            finally:
-                seconds = time.monotonic() - started
-                self.seconds += seconds
-                entry.reduce_s += seconds
-            entry.buckets += 1
-            self._note_peers()
             self._backend.digest_part(part, section.lane)
             run(partial(lanes.rank_lanes.scatter, section, part, flat))
         return f"{lanes.name}{self._backend.parts_digest():016x}"
@@ -330,8 +324,7 @@ class ExchangeThread:
     def _reduce(
         self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor, entry: ExchangeEntry
     ) -> None:
-        started = time.monotonic()
-        try:
+        with self._reducing(entry):
             if order.weight > 0:
                 self._backend.run(lambda: self._gather(order, bucket, flat))
                 self._free(bucket)
@@ -344,15 +337,18 @@ class ExchangeThread:
                 retain_gradients=False,
                 result_is_stable=True,
             )
+
+    @contextmanager
+    def _reducing(self, entry: ExchangeEntry) -> Iterator[None]:
+        """Count the time of a reduction, and add its times by peer to the step's."""
+        started = time.monotonic()
+        try:
+            yield
         finally:
             seconds = time.monotonic() - started
             self.seconds += seconds
             entry.reduce_s += seconds
         entry.buckets += 1
-        self._note_peers()
-
-    def _note_peers(self) -> None:
-        """Add the newest exchange's times by peer to the step's."""
         for total, newest in (
             (self.waiting_s, self._plane.waiting_s),
             (self.sending_s, self._plane.sending_s),

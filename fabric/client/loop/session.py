@@ -28,7 +28,6 @@ from fabric.client.collectives.collectives import (
 from fabric.client.control.engine import EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.data.loader import (
-    DataReader,
     Loader,
     SampleSlice,
     make_loader,
@@ -45,8 +44,7 @@ from fabric.client.loop.model_watch import ModelWatch
 from fabric.client.loop.replay import Replay
 from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, make_engine
-from fabric.client.loop.step import Step, finite, restored
-from fabric.client.loop.step_data import StepData, described_as
+from fabric.client.loop.step import Step, StepData, described_as, finite, restored
 from fabric.client.process.excepthook import before_report
 from fabric.client.process.rank_group import RankGroup
 from fabric.client.process.step_clock import StepClock
@@ -56,7 +54,7 @@ from fabric.health.work import WorkAmount
 from fabric.model import EVERYTHING, DataPlan, Sharing, writer_of
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import replica_share
-from fabric.runtime.config import Settings, parse_replicas
+from fabric.runtime.config import Settings
 from fabric.runtime.rank_layout import RankLayout, parse_layout
 
 # A loop that calls ``exchange`` has no micro-batches: its members share this many tokens instead.
@@ -96,10 +94,8 @@ class LoopCalls(SessionCollectives):
         Without it all ranks get all samples. ``options``: see ``fabric.client.data.loader.LoaderOptions``.
         """
         sizes = (global_batch_size, micro_batch_size, seed)
-        replicas = parse_replicas(self.settings.replicas)[1]  # that the job starts with
-        reader = DataReader(self.settings.replica, replicas, self.settings.rack)
-        chosen = parse_options(options)
-        return make_loader(dataset, sizes, collate_fn, num_workers, chosen, reader, SampleSlice.of(mesh))
+        chosen, part = parse_options(options), SampleSlice.of(mesh)
+        return make_loader(dataset, sizes, collate_fn, num_workers, chosen, self.settings, part)
 
     def sampler(self, size: int, *, global_batch_size: int, **options: Any) -> StepSampler:
         """Make the sampler of this replica's part of every step, for the DataLoader of a loop of your own.

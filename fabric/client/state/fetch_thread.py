@@ -199,14 +199,10 @@ class FetchThread:
             self.buffer = torch.zeros(self._gradient_bytes, dtype=torch.uint8, device="cpu")
         try:
             meta = self._read_gradient(order, self.buffer)
-        except Gone as error:
-            if ticket == self._wanted:
-                post(io.GradientGone(order.step, gone=True, why=str(error)))
-            return
         except FabricError as error:
-            # No server has published the gradient yet, or no source answers now: the core asks again.
+            # If no server has published the gradient yet, or no source answers now, the core asks again.
             if ticket == self._wanted:
-                post(io.GradientGone(order.step, gone=False, why=str(error)))
+                post(io.GradientGone(order.step, gone=isinstance(error, Gone), why=str(error)))
             return
         self.gradient = meta
         post(io.GradientFetched(order.step, meta.digest))

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 
 from fabric.errors import ConfigError
@@ -47,9 +48,19 @@ class Refusal:
 Row = Kept | NoInfluence | Refusal
 
 
-def rows_of(row: Row, names: str) -> dict[str, Row]:
-    """Return the same row for each of the names, which spaces divide."""
-    return dict.fromkeys(names.split(), row)
+_KINDS: Mapping[str, Callable[[str], Row]] = {"kept": Kept, "idle": NoInfluence, "refused": Refusal}
+
+
+def rows_of(text: str, accepts: Mapping[str, Callable[[Any], bool]] = MappingProxyType({})) -> dict[str, Row]:
+    """Return the rows of a table: a line of ``text`` has names, kept, idle or refused, and the row's words.
+
+    A line that is indented goes on with the line before. ``accepts``: that of refusals, by name.
+    """
+    rows: dict[str, Row] = {}
+    for line in re.sub(r"\n +", " ", inspect.cleandoc(text)).splitlines():
+        names, kind, words = line.split(" | ")
+        rows |= dict.fromkeys(names.split(), _KINDS[kind](words))
+    return rows | {name: Refusal(rows[name].why, test) for name, test in accepts.items()}  # type: ignore[union-attr]
 
 
 class ArgumentTable:

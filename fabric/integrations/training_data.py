@@ -9,36 +9,31 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from fabric.client.data.loader import Loader, is_stream
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal
-
-_IN_ORDER = "batches that come as they are ready have no order that replicas could share: leave it out"
-_FIXED = Kept("test_a_loader_in_a_fixed_order_has_the_batches_that_it_has_without_fabric")
-_SHUFFLED = Kept("test_a_loader_that_shuffles_with_a_generator_has_the_passes_that_it_has_without_fabric")
+from fabric.integrations.arguments import ArgumentTable, rows_of
 
 DATALOADER = ArgumentTable(
     "DataLoader",
     "fabric",
-    {
-        "dataset": Kept("recipe accelerate_scaler"),
-        "batch_size": _FIXED,
-        "shuffle": _SHUFFLED,
-        "sampler": Kept("recipe sampler_weighted"),
-        "batch_sampler": Kept("recipe sampler_batches_by_length"),
-        "num_workers": Kept("recipe workers_lazy_file"),
-        "collate_fn": _FIXED,
-        "drop_last": Kept("recipe uneven_last_batch_dropped"),
-        "worker_init_fn": Kept("test_the_data_set_and_worker_init_fn_find_what_torch_tells_them"),
-        "multiprocessing_context": Kept("test_workers_draw_the_same_numbers_as_the_trainer_itself"),
-        "generator": _SHUFFLED,
-        "pin_memory": NoInfluence("it puts batches into other memory"),
-        "pin_memory_device": NoInfluence("it puts batches into other memory"),
-        "timeout": NoInfluence("it ends a trainer whose workers hang"),
-        "prefetch_factor": NoInfluence("it says how far workers read ahead"),
-        "persistent_workers": NoInfluence("workers live as long as the loader"),
-        "in_order": Refusal(_IN_ORDER),
-        "snapshot_every_n_steps": NoInfluence("the committed step gives the position"),
-    },
-    {"check_worker_number_rationality": NoInfluence("it warns")},
+    rows_of("""
+    dataset | kept | recipe accelerate_scaler
+    batch_size collate_fn | kept | test_a_loader_in_a_fixed_order_has_the_batches_that_it_has_without_fabric
+    shuffle generator | kept |
+        test_a_loader_that_shuffles_with_a_generator_has_the_passes_that_it_has_without_fabric
+    sampler | kept | recipe sampler_weighted
+    batch_sampler | kept | recipe sampler_batches_by_length
+    num_workers | kept | recipe workers_lazy_file
+    drop_last | kept | recipe uneven_last_batch_dropped
+    worker_init_fn | kept | test_the_data_set_and_worker_init_fn_find_what_torch_tells_them
+    multiprocessing_context | kept | test_workers_draw_the_same_numbers_as_the_trainer_itself
+    pin_memory pin_memory_device | idle | it puts batches into other memory
+    timeout | idle | it ends a trainer whose workers hang
+    prefetch_factor | idle | it says how far workers read ahead
+    persistent_workers | idle | workers live as long as the loader
+    in_order | refused | batches that come as they are ready have no order that replicas could share: leave it
+        out
+    snapshot_every_n_steps | idle | the committed step gives the position
+    """),
+    rows_of("check_worker_number_rationality | idle | it warns"),
 )
 
 

@@ -17,7 +17,7 @@ from fabric.ckpt_server.state.content_digest import ContentDigests, first_copies
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaCopyStream
 from fabric.ckpt_server.state.training_state import StateDescriber, check_serialisable
 from fabric.ckpt_server.wire.server_settings import ServerSettings
-from fabric.client.control.engine import EngineParts, FailedRounds
+from fabric.client.control.engine import EngineParts
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.data.sampler import StepSampler
@@ -408,11 +408,17 @@ class _Trainer:
             gradients=gradients,
             handle=handle,
             plane=plane,
-            peers=self._peers(plane, budget.link_s),
+            peers=Peers(
+                ListenerIdentity(settings.job, settings.replica, rank=self.process.rank),
+                self.process.incarnation,
+                TokenFile(settings.token_file),
+                plane,
+                budget.link_s,
+                self.lanes,
+            ),
             leader=LighthouseLink(settings, is_restarted()),
             slots=slots,
             exchange=self._exchange_thread(plane, slots, backend, crash),
-            backend=backend,
             fetch_thread=FetchThread(
                 loader,
                 gradients.nbytes,
@@ -430,15 +436,7 @@ class _Trainer:
             buffers=self.buffers,
             own_states=self.own_states,
             durable=durable,
-            failed_rounds=FailedRounds(settings.max_failed_rounds),
-            lanes=self.lanes,
-            content=self.content,
         )
-
-    def _peers(self, plane: DataPlane, link_s: float) -> Peers:
-        settings, process = self.settings, self.process
-        identity = ListenerIdentity(settings.job, settings.replica, rank=process.rank)
-        return Peers(identity, process.incarnation, TokenFile(settings.token_file), plane, link_s, self.lanes)
 
     def _exchange_thread(
         self,

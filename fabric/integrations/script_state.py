@@ -1,4 +1,4 @@
-"""What a script has while its loop goes over steps that the job has made: values, gradients and outputs.
+"""A script's values, gradients and outputs, while its loop goes over steps that the job has made.
 
 The values are those that the script advances. With a Trainer its hooks at the begin of a training and of an
 epoch do so, which the members have run.

@@ -442,7 +442,7 @@ def make_collectives(
     """Return the collectives of this rank."""
     peers = parts.peers
     refused = ""
-    if parts.lanes is not None:
+    if parts.exchange.lanes is not None:
         refused = (
             "collectives between replicas need equal layouts of ranks, and FABRIC_LAYOUT allows unequal "
             "ones: unset FABRIC_LAYOUT"

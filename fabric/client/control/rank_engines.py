@@ -234,7 +234,7 @@ class HeadEngine(RankEngine):
         )
 
     def _make_core(self, member: MemberCore) -> Core[Any, Any]:
-        self._core = Ranks(member, self.groups, unequal=self._parts.lanes is not None)
+        self._core = Ranks(member, self.groups, unequal=self._parts.exchange.lanes is not None)
         self._core.stages = self.stages
         return self._core
 

@@ -135,7 +135,7 @@ class ExchangeThread:
         ``retain``: keep the local gradient until the commit. On a device the gradient is always kept.
         """
         self.retain = retain or not isinstance(backend, HostBackend)
-        self._backend = backend
+        self.backend = backend
         self.lanes: LaneDirectory | None = None  # set where replicas may have unequal layouts
         self._check_finite = check_finite
         self._plane = plane
@@ -234,14 +234,14 @@ class ExchangeThread:
         try:
             slot = self._slots.for_round(epoch, step)
             buffer = slot.buffer
-            with self._backend.round(buffer) as flat:
+            with self.backend.round(buffer) as flat:
                 if lanes is None:
                     digest = self._exchange(order, stream, flat, entry)
                 else:
                     digest = self._exchange_lanes(order, stream, flat, entry)
-                    slot.bytes_digest = self._backend.digest()
+                    slot.bytes_digest = self.backend.digest()
                 slot.absent = self._gradients.absent(flat)
-                slot.copied = self._backend.copy_out(buffer)
+                slot.copied = self.backend.copy_out(buffer)
                 nonfinite = self._gradients.first_nonfinite(flat) if self._check_finite else ""
             self.recorder.end(entry)
         except RoundAborted as error:
@@ -279,16 +279,16 @@ class ExchangeThread:
     ) -> str:
         """Reduce all buckets in ``flat``, and return the digest of the result."""
         if order.weight == 0:
-            self._backend.run(flat.zero_)
+            self.backend.run(flat.zero_)
         for bucket in self._gradients.buckets:
             if stream is not None:
                 stream.wait(bucket)
             if self._gradients.is_exchanged(bucket, order.step):
                 self._reduce(order, bucket, flat, entry)
             else:
-                self._backend.run(flat[bucket.gap : bucket.end].zero_)
-            self._backend.reduced(bucket)
-        return self._backend.digest()
+                self.backend.run(flat[bucket.gap : bucket.end].zero_)
+            self.backend.reduced(bucket)
+        return self.backend.digest()
 
     def _exchange_lanes(
         self,
@@ -299,7 +299,7 @@ class ExchangeThread:
     ) -> str:
         """Reduce this rank's lanes; return the digest: the name of the layouts, then the sum of the lanes'
         digests. The sum over all ranks of a replica has each lane once."""
-        plane, epoch, run = self._plane, order.fence.epoch, self._backend.run
+        plane, epoch, run = self._plane, order.fence.epoch, self.backend.run
         assert self.lanes is not None and isinstance(plane, LanePlane)
         if order.weight == 0:
             run(flat.zero_)
@@ -317,16 +317,16 @@ class ExchangeThread:
         for section, part in zip(sections, parts, strict=True):
             with self._reducing(entry):
                 plane.reduce_lane(section.lane, epoch, order.step, part)
-            self._backend.digest_part(part, section.lane)
+            self.backend.digest_part(part, section.lane)
             run(partial(lanes.rank_lanes.scatter, section, part, flat))
-        return f"{lanes.name}{self._backend.parts_digest():016x}"
+        return f"{lanes.name}{self.backend.parts_digest():016x}"
 
     def _reduce(
         self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor, entry: ExchangeEntry
     ) -> None:
         with self._reducing(entry):
             if order.weight > 0:
-                self._backend.run(lambda: self._gather(order, bucket, flat))
+                self.backend.run(lambda: self._gather(order, bucket, flat))
                 self._free(bucket)
             # The result is stable: later rounds write to the slot only after two more commits, or after an
             # abort.

@@ -1,4 +1,4 @@
-"""What is carried with the gradients: tensors that forward changes, and states of each replica's own.
+"""Values that travel with the gradients: tensors that forward changes, and states of each replica's own.
 
 All members begin a step with equal buffers; forward passes then change each member's copy. Every such buffer
 has a stand-in parameter, whose "gradient" is published, replayed and digested like any gradient. When a

@@ -67,7 +67,7 @@ class LocalState:
         self._parts = parts
         self._engine = engine
         self._progress = progress
-        self._content = parts.content  # digests that do not depend on the layout, for unequal layouts
+        self._content = parts.snapshots.content  # digests that do not depend on the layout of ranks
         self._digests = parts.settings.reproducible and parts.settings.digest_every > 0
         self._digest_begun = False  # a digest was begun in the background and not taken yet
 
@@ -79,7 +79,7 @@ class LocalState:
 
         Not on a device, which needs little of the processor. Not if this replica's ranks would wait for it.
         """
-        return self._process.group is None and isinstance(self._parts.backend, HostBackend)
+        return self._process.group is None and isinstance(self._parts.exchange.backend, HostBackend)
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work``, run at low priority while no other member waits for this one."""
@@ -89,7 +89,7 @@ class LocalState:
     def digest(self) -> str:
         """Return the digest of the shared state as it is now."""
         view, content = self.describer.capture(self._progress.state_step), self._content
-        if content is None and not isinstance(self._parts.backend, HostBackend):
+        if content is None and not isinstance(self._parts.exchange.backend, HostBackend):
             return self._parts.snapshots.digest(view)
         return self.run(view.digest if content is None else lambda: content.of_view(view))
 
@@ -104,7 +104,7 @@ class LocalState:
     def note(self, digest: str) -> None:
         """Journal the state's digest, unless it is empty."""
         if digest:
-            lanes = self._parts.lanes
+            lanes = self._parts.exchange.lanes
             self._parts.journal.write(
                 "state",
                 generation=self._engine.generation,
@@ -247,7 +247,7 @@ class Handover:
         self.randomness.begin(step)
 
     def _scatter(self, order: io.Apply, weight: float) -> None:
-        backend, gradients = self._parts.backend, self._state.gradients
+        backend, gradients = self._parts.exchange.backend, self._state.gradients
         weight = weight or 1.0  # weight 0: the sum is zero, so any divisor will do
         if order.prepared is not None and self._parts.exchange.stays(order.step):
             gradients.divide(weight)

@@ -143,7 +143,7 @@ class Session(LoopCalls):
             wanted=settings.retain_gradients
             and process.group is None
             and len(gradients.buckets) > 1
-            and isinstance(parts.backend, HostBackend)
+            and isinstance(parts.exchange.backend, HostBackend)
             and not (parts.buffers.stand_ins or parts.own_states.stand_ins),
         )
         self.overlap.may_begin = self._engine.may_be_asked
@@ -446,7 +446,7 @@ class Session(LoopCalls):
             data_slot=data_slot,
             plane=parts.plane.kind,
             step=self.committed_step,
-            cuts=parts.lanes.text if parts.lanes is not None else "",
+            cuts=parts.exchange.lanes.text if parts.exchange.lanes is not None else "",
         ).with_parameters(self._state.gradients)
         try:
             begin(self._engine, parts, setup)
@@ -474,7 +474,7 @@ class Session(LoopCalls):
         metrics = finite(self._progress.metrics)
         self._progress.metrics.clear()
         redo = self.overlap.end_order()
-        self._parts.backend.mark_ready()
+        self._parts.exchange.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
         self._state.settle()
 

@@ -1,4 +1,4 @@
-"""What this process leaves for after its end: its micro-batch, the job's end, and an exception."""
+"""Notes that outlive this process: its micro-batch, the job's end, and the exception of its loop."""
 
 import contextlib
 import json

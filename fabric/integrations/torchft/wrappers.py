@@ -1,4 +1,4 @@
-"""What a script of torchft wraps: its model, its optimizer, and the sampler of its data.
+"""Wrappers by torchft's names: of a script's model, of its optimizer, and of the sampler of its data.
 
 The gradients are averaged over the job when backward ends. ``zero_grad`` begins a step of the job, and
 ``step`` ends it.

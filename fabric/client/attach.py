@@ -408,14 +408,7 @@ class _Trainer:
             gradients=gradients,
             handle=handle,
             plane=plane,
-            peers=Peers(
-                ListenerIdentity(settings.job, settings.replica, rank=self.process.rank),
-                self.process.incarnation,
-                TokenFile(settings.token_file),
-                plane,
-                budget.link_s,
-                self.lanes,
-            ),
+            peers=self._peers(plane, budget.link_s),
             leader=LighthouseLink(settings, is_restarted()),
             slots=slots,
             exchange=self._exchange_thread(plane, slots, backend, crash),
@@ -437,6 +430,11 @@ class _Trainer:
             own_states=self.own_states,
             durable=durable,
         )
+
+    def _peers(self, plane: DataPlane, link_s: float) -> Peers:
+        settings, process = self.settings, self.process
+        identity = ListenerIdentity(settings.job, settings.replica, rank=process.rank)
+        return Peers(identity, process.incarnation, TokenFile(settings.token_file), plane, link_s, self.lanes)
 
     def _exchange_thread(
         self,

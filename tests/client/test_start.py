@@ -79,7 +79,9 @@ def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
     parts = SimpleNamespace(
         settings=Settings(job="job", replica="r0"),
         process=ProcessIdentity(9, (8, 7)),
-        exchange=SimpleNamespace(retain=True),
+        exchange=SimpleNamespace(retain=True, lanes=None),
+        gradients=SimpleNamespace(layout="", described=()),
+        plane=SimpleNamespace(kind=""),
         handle=handle,
         durable=durable,
     )

@@ -212,15 +212,17 @@ class Handover:
     def __init__(self, parts: EngineParts, state: LocalState) -> None:
         self._parts = parts
         self._state = state
-        self._empty = EmptySteps(parts.settings.replica, state.describer.objects.values())
-        optimizers = optimizers_in(state.describer.objects.values())
+        objects = state.describer.objects.values()
+        self._scales = any(isinstance(x, torch.amp.GradScaler) for x in objects)
+        self._empty = 0  # steps of total weight 0 so far
+        optimizers = optimizers_in(objects)
         self.randomness = UpdateRandomness(optimizers)
         self.stale = StaleGradients(optimizers)
         self.attributes = parts.buffers.attributes
 
     def give(self, order: io.Apply, held: io.PreparedRound) -> bool:
         """Put the committed gradient into ``.grad``. Return whether the step has no update instead."""
-        parts, skipped = self._parts, self._empty.has_no_update(held) or bool(held.nonfinite)
+        parts, skipped = self._parts, self._has_no_update(held) or bool(held.nonfinite)
         if skipped:
             # Optimizers do not change a parameter without a gradient, so the user's loop needs no branch.
             self._state.drop_gradient()
@@ -246,6 +248,26 @@ class Handover:
         self._parts.buffers.drop()
         self.randomness.begin(step)
 
+    def _has_no_update(self, held: io.PreparedRound) -> bool:
+        """Return whether this step is empty, so every ``.grad`` must be None. All members return the same.
+
+        In a step of total weight 0 no member had data, or the data were drawn for a past step. Such a step is
+        committed, so that the data position advances. A scaler fails on a step without gradients. Log the
+        first such step, and again each time their number has doubled.
+        """
+        if held.weight > 0:
+            return False
+        self._empty += 1
+        if self._empty & (self._empty - 1) == 0:
+            _log.warning(
+                "%s: step %d was committed with total weight 0, as no member had data: %s (%d so far)",
+                self._parts.settings.replica,
+                held.step,
+                "its gradient is zero" if self._scales else "it has no update",
+                self._empty,
+            )
+        return not self._scales
+
     def _scatter(self, order: io.Apply, weight: float) -> None:
         backend, gradients = self._parts.exchange.backend, self._state.gradients
         weight = weight or 1.0  # weight 0: the sum is zero, so any divisor will do
@@ -263,34 +285,3 @@ class Handover:
 def optimizers_in(objects: Iterable[object]) -> list[torch.optim.Optimizer]:
     """Return the optimizers of the shared state."""
     return [x for x in objects if isinstance(x, torch.optim.Optimizer)]
-
-
-class EmptySteps:
-    """Steps of total weight 0: no member had data for them, or the data were drawn for a past step.
-
-    Such a step is committed, so that the data position advances. It has no update, and the log reports it.
-    ``objects`` are the shared state. A scaler among them fails on a step without gradients.
-    """
-
-    def __init__(self, replica: str, objects: Iterable[object]) -> None:
-        self._replica = replica
-        self._scales = any(isinstance(x, torch.amp.GradScaler) for x in objects)
-        self._met = 0
-
-    def has_no_update(self, held: io.PreparedRound) -> bool:
-        """Return whether this step is empty, so every ``.grad`` must be None. All members return the same.
-
-        Log the first such step, and again each time their number has doubled.
-        """
-        if held.weight > 0:
-            return False
-        self._met += 1
-        if self._met & (self._met - 1) == 0:
-            _log.warning(
-                "%s: step %d was committed with total weight 0, as no member had data: %s (%d so far)",
-                self._replica,
-                held.step,
-                "its gradient is zero" if self._scales else "it has no update",
-                self._met,
-            )
-        return not self._scales

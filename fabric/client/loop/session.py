@@ -437,19 +437,13 @@ class Session(LoopCalls):
         is_sliced = self._data.until > 0  # else the loop calls ``exchange``
         part = self._data.loader.slice.index if is_sliced else self._process.rank
         agreed = {**data, **more, "on_nan": settings.on_nan}  # settings that must be equal on all members
-        setup = TrainingSetup(
-            plan=plan,
-            data=described_as(agreed),
-            digest=digest,
-            part=part,
-            sharing=sharing,
-            data_slot=data_slot,
-            plane=parts.plane.kind,
-            step=self.committed_step,
-            cuts=parts.exchange.lanes.text if parts.exchange.lanes is not None else "",
-        ).with_parameters(self._state.gradients)
+        described, step = described_as(agreed), self.committed_step
         try:
-            begin(self._engine, parts, setup)
+            begin(
+                self._engine,
+                parts,
+                TrainingSetup(plan, described, digest, part, sharing, data_slot, step),
+            )
         except StorageUnavailable as error:
             self._shutdown.leave(str(error), 75)
         self._shutdown.watch_notice()
@@ -623,7 +617,7 @@ class SoloSession(LoopCalls):
             shares = [(x["weight"], tuple((k, v) for k, v in x["metrics"])) for x in ranks]
             weight, metrics = replica_share([x["part"] for x in ranks], shares)
             self._progress.metrics = dict(metrics)
-        if not weight:  # a step without data, as in ``EmptySteps``; a scaler needs zeros
+        if not weight:  # a step without data; a scaler needs zeros
             scales = any(isinstance(x, torch.amp.GradScaler) for x in self._objects.values())
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter) if scales else None

@@ -139,7 +139,7 @@ class LocalState:
 
     def take_digest(self, step: int) -> io.Digested:
         """Return the digest of the state at ``step``: begun in the background, or computed now."""
-        digest = self._parts.snapshots.take_digest(step) if self._content is None else ""
+        digest = self._parts.snapshots.digests.take(step) if self._content is None else ""
         digest = digest or self.digest()
         self._digest_begun = False
         self.note(digest)
@@ -154,7 +154,7 @@ class LocalState:
         if self._process.group is not None or self._content is not None:
             return numbers
         step = self._progress.state_step
-        view = self._parts.snapshots.take_view(step) or self.describer.capture(step)
+        view = self._parts.snapshots.digests.take_view(step) or self.describer.capture(step)
         return (*numbers, *tensor_entries(self.describer.objects, view))
 
     def hand_over(self) -> int:
@@ -172,7 +172,7 @@ class LocalState:
         if self._digest_begun:
             # The other members committed the step without this digest. Journal it anyway.
             self._digest_begun = False
-            self.note(self._parts.snapshots.take_digest(self._progress.state_step))
+            self.note(self._parts.snapshots.digests.take(self._progress.state_step))
 
     def drop_gradient(self) -> None:
         """Drop the local gradient, and undo its changes to buffers and metrics."""

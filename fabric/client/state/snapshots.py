@@ -418,7 +418,7 @@ class Snapshots:
         self._taking: PendingSnapshot | None = None  # the snapshot that was begun last
         self._sized, self._nbytes = False, 0  # whether the size includes the optimizer's part
         self._watch = WriteWatch(who[1], describer, self.digest)
-        self._digests = Digests(self._watch, copier, self._settle)
+        self.digests = Digests(self._watch, copier, self._settle)
         self._on_device = on_device
         self._recover = recover
         self._rank = rank
@@ -620,7 +620,7 @@ class Snapshots:
 
     def expose(self) -> None:
         """Note that user code runs from now on."""
-        self._digests.exposed = True
+        self.digests.exposed = True
         if self._taking is not None:
             self._taking.expose()
 
@@ -677,7 +677,7 @@ class Snapshots:
             taking.demand_unchanged()
             if is_over:
                 self._taking = None
-        self._digests.finish()
+        self.digests.finish()
 
     def digest(self, view: StateView) -> str:
         """Return the digest of ``view``, a state on a device, at once."""
@@ -691,15 +691,7 @@ class Snapshots:
         The state must not change until ``wait_copied`` or ``take_digest`` returns. ``copied``: its snapshot
         was begun just now, and its copy computes the digest.
         """
-        self._digests.begin(step, self._taking if copied else None)
-
-    def take_digest(self, step: int) -> str:
-        """Return the digest that ``begin_digest`` began: see ``Digests.take``."""
-        return self._digests.take(step)
-
-    def take_view(self, step: int) -> StateView | None:
-        """Return the view of the state whose digest was begun at ``step``, once; else None."""
-        return self._digests.take_view(step)
+        self.digests.begin(step, self._taking if copied else None)
 
     def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
         """Make the server serve the fetched state in ``slot``, which was loaded."""

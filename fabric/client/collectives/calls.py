@@ -145,10 +145,10 @@ _WORD_BYTES = 4
 class GroupRing:
     """The links of one attempt. One thread exchanges; any thread aborts."""
 
-    def __init__(self, group: CollectiveGroup, links: LinkedRing, shares_memory: bool) -> None:
+    def __init__(self, group: CollectiveGroup, links: LinkedRing) -> None:
         self.group = group
         self.attempt = links.attempt
-        self._plane = CpuRing(shared_memory=shares_memory)
+        self._plane = CpuRing(shared_memory=links.shares_memory)
         self._plane.install(group.ring, links.next, links.previous)
         self._numbers = itertools.count()  # all members count their exchanges alike
 

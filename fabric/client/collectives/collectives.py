@@ -401,7 +401,7 @@ class Collectives:
         finally:
             self._linking = None
         self._attempts[group.number] = links.attempt
-        self._ring, self._broken = GroupRing(group, links, self._links.shares_memory), False
+        self._ring, self._broken = GroupRing(group, links), False
         return self._ring
 
     def _gone(self, job: _Job) -> bool:

@@ -557,6 +557,7 @@ class LinkedRing(NamedTuple):
     attempt: int
     next: socket.socket
     previous: socket.socket
+    shares_memory: bool  # whether links between members on one host come as unix sockets
 
 
 class _Dialler(NamedTuple):
@@ -586,11 +587,6 @@ class CollectiveLinks:
         """Set what the control thread calls for each epoch that is announced or in force, and each link."""
         self._peers.on_record, self._on_arrival = on_record, on_arrival
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether links between members on one host come as unix sockets."""
-        return self._peers.shares_memory
-
     def arrived(self, group: CollectiveGroup) -> int:
         """Return the attempt at which the previous member of ``group`` has dialled, else -1; any thread."""
         arrival = self._arrivals.get(_Dialler(group.previous, group.number))
@@ -615,7 +611,7 @@ class CollectiveLinks:
                 if dial.done() and self.arrived(group) == attempt:
                     following = dial.result()
                     arrival = self._arrivals.pop(_Dialler(group.previous, group.number))
-                    return LinkedRing(attempt, following, arrival.sock)
+                    return LinkedRing(attempt, following, arrival.sock, self._peers.shares_memory)
                 await self._changed.wait()
         except BaseException:
             _drop(dial)

@@ -1,4 +1,7 @@
-"""A torch DataLoader taken whole: its order, its batches and its workers, as a loader of the job."""
+"""The data and the steps of a job, for a loop that a framework owns.
+
+A torch DataLoader is taken whole: its order, its batches and its workers, as a loader of the job.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +11,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from fabric.client.data.loader import Loader, is_stream
+from fabric.client.loop.session import Session
+from fabric.client.loop.step import Step
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, rows_of
 
@@ -280,3 +285,31 @@ class _LaneReader:
         while self._next < number:
             next(self._batches)
             self._next += 1
+
+
+class StepFeed:
+    """Goes through ``session.steps``, for a loop that asks for one micro-batch after another.
+
+    A step that this replica replays has no micro-batches.
+    """
+
+    def __init__(self, session: Session, data: Loader, until: int) -> None:
+        self.session, self.data = session, data
+        self.step: Step | None = None  # the step under way; None after the job's last
+        session.stale.own_loop = False
+        self._steps = session.steps(data, until)
+        self._micro_batches: Iterator[Any] = iter(())
+
+    def advance(self) -> Step | None:
+        """Go on to the next step of the job, which follows a load of a fetched state at any number."""
+        self.step = next(self._steps, None)
+        self._micro_batches = iter(self.step) if self.step is not None else iter(())
+        return self.step
+
+    def micro_batch(self) -> Any:
+        """Return the step's next micro-batch; None where none is left, and ``.grad`` is the average then."""
+        return next(self._micro_batches, None)
+
+    def rest(self) -> Iterator[Any]:
+        """Yield the micro-batches that are left, those of lost members included."""
+        yield from self._micro_batches

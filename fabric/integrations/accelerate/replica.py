@@ -41,8 +41,7 @@ from fabric.integrations.script_state import (
     leave_behind,
     say_goes_over,
 )
-from fabric.integrations.step_feed import StepFeed
-from fabric.integrations.training_data import TrainingData
+from fabric.integrations.training_data import StepFeed, TrainingData
 from fabric.runtime.config import Settings, launched_ranks, parse_replicas
 from fabric.runtime.process_environment import without_launcher
 

@@ -23,8 +23,7 @@ from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
 from fabric.errors import ConfigError
 from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.script_state import ScriptState
-from fabric.integrations.step_feed import StepFeed
-from fabric.integrations.training_data import TrainingData
+from fabric.integrations.training_data import StepFeed, TrainingData
 
 # How a Trainer's loss of one micro-batch enters the average of a step.
 #

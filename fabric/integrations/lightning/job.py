@@ -27,8 +27,7 @@ from fabric.integrations.lightning.run_files import (
     hook_states,
 )
 from fabric.integrations.script_state import ScriptState
-from fabric.integrations.step_feed import StepFeed
-from fabric.integrations.training_data import TrainingData
+from fabric.integrations.training_data import StepFeed, TrainingData
 from fabric.runtime import config
 from fabric.runtime.config import parse_replicas
 

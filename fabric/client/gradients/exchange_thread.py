@@ -199,10 +199,6 @@ class ExchangeThread:
         self.seconds, self.waiting_s, self.sending_s = 0.0, {}, {}
         return times
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply this rank's gradients by ``factor`` in every exchange."""
-        self._gradients.scale = factor
-
     def abort(self, epoch: int, why: str) -> None:
         """End the round's wait for gradients that backward computes. The plane ends all other waits."""
         newest, stream = self._newest

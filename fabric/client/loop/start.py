@@ -95,7 +95,7 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     if cuts:
         # Within the replica gradients are means over the ranks that share a micro-batch, but replicas of
         # unequal layouts add sums over samples.
-        parts.exchange.scale_gradients(float(len({x["part"] for x in declared})))
+        gradients.scale = float(len({x["part"] for x in declared}))
     if isinstance(engine, FollowerEngine):
         _follow(engine, settings, process, declared[0]["link"])
         return

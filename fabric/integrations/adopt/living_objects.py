@@ -58,7 +58,7 @@ class TrainingObjects:
 
 def _only_optimizer() -> torch.optim.Optimizer:
     # A framework's wrapper is an optimizer too, and holds the one that it wraps.
-    optimizers = [
+    optimizers: list[torch.optim.Optimizer] = [
         x
         for x in living(torch.optim.Optimizer)
         if not any(isinstance(value, torch.optim.Optimizer) for value in vars(x).values())

@@ -20,8 +20,7 @@ from fabric.ckpt_server.server.debug_probe import parse_dump, parse_flight
 from fabric.ckpt_server.state.training_state import FORMAT as STATE
 from fabric.ckpt_server.state.training_state import parse_description
 from fabric.cli.drill import read_plan
-from fabric.client.collectives.calls import Call, CallFrame
-from fabric.client.collectives.payload import Payload
+from fabric.client.collectives.calls import Call, CallFrame, Payload
 from fabric.collectives.recording import Process, parse_recording
 from fabric.drill.injection.injector import read_answer
 from fabric.drill.judge.drill_record import read_recoveries

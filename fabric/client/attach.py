@@ -17,38 +17,40 @@ from fabric.ckpt_server.state.content_digest import ContentDigests, first_copies
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaCopyStream
 from fabric.ckpt_server.state.training_state import StateDescriber, check_serialisable
 from fabric.ckpt_server.wire.server_settings import ServerSettings
-from fabric.client.control.engine import EngineParts, FailedRounds
+from fabric.client.control.engine import EngineParts
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.peers import Peers
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.buffer_choices import Buffers, check_choices, choose_buffers
 from fabric.client.gradients.exchange_thread import ExchangeThread
-from fabric.client.gradients.forward_buffers import ForwardBuffers, RankMeans
+from fabric.client.gradients.forward_buffers import (
+    Buffers,
+    ForwardBuffers,
+    RankMeans,
+    ReplicaStates,
+    check_choices,
+    choose_buffers,
+)
 from fabric.client.gradients.gradient_backend import (
     GradientBackend,
     choose_backend,
     device_of,
 )
 from fabric.client.gradients.gradient_slots import GradientSlots
-from fabric.client.gradients.replica_states import ReplicaStates
 from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
-from fabric.client.loop.session import Session
+from fabric.client.loop.session import Session, SoloSession
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.shutdown import refuse_second_training
-from fabric.client.loop.solo import SoloSession
 from fabric.client.loop.unshared_objects import UNSHARED, UnsharedWatch
-from fabric.client.process.crash_marker import CrashMarker
 from fabric.client.process.drill_endpoint import DrillEndpoint
 from fabric.client.process.excepthook import install_excepthook
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim_identity
 from fabric.client.process.journal import Journal
+from fabric.client.process.last_notes import CrashMarker
 from fabric.client.process.rank_group import RankGroup
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
-from fabric.client.state.fetch_thread import FetchThread
-from fabric.client.state.gradient_pieces import PieceFetcher
-from fabric.client.state.snapshot_policy import SnapshotPolicy, policy_of
-from fabric.client.state.snapshots import Snapshots
+from fabric.client.state.fetch_thread import FetchThread, PieceFetcher
+from fabric.client.state.snapshots import SnapshotPolicy, Snapshots, policy_of
 from fabric.client.state.state_loader import StateLoader
 from fabric.drill.injection.injector import start_injector
 from fabric.errors import ConfigError, FabricError, ServerLost
@@ -60,7 +62,7 @@ from fabric.protocol.rules.adaptive_timeout import Budget
 from fabric.protocol.rules.lanes import ReplicaLayout, lanes_of
 from fabric.protocol.rules.layout_text import layout_text, read_layout
 from fabric.runtime import config, logs
-from fabric.runtime.config import Settings, advertised_host, armed_points, parse_replicas
+from fabric.runtime.config import Settings, advertised_host, armed_points
 from fabric.runtime.failpoints import Failpoints
 from fabric.runtime.http.http_service import parse_ports
 from fabric.runtime.http.token_file import TokenFile
@@ -182,7 +184,7 @@ def _attach(
         choices.sampler.check(chosen)
     optimizers = optimizers_by_name(optimizer)
     group = RankGroup.find()
-    layout = parse_layout(chosen.layout).over(group.size if group is not None else 1)
+    parse_layout(chosen.layout).over(group.size if group is not None else 1)  # raises for another number
     buffers = choose_buffers(model, choices.buffers)
     objects = shared_state(model, optimizers, state, buffers)
     outside = accept_optimizers(model, optimizers, state)
@@ -193,8 +195,7 @@ def _attach(
     unshared = UnsharedWatch(optimizers.values(), state, choices.unshared == "ignore")
     unshared.check()
     if chosen.disable:
-        replicas = parse_replicas(chosen.replicas)[1]
-        return SoloSession(trained, objects, chosen.on_nan, replicas, group, choices.step, layout)
+        return SoloSession(trained, objects, chosen, group, choices.step)
     refuse_second_training(chosen)
     check_serialisable(objects)
     averaged = ForwardBuffers(model, buffers)
@@ -225,8 +226,7 @@ def _attach(
     watch = ModelWatch(model, parameters, unshared, outside, {x: objects[x] for x in state})
     if choices.refuses_others:
         watch.watch_others(objects.values(), optimizers.values(), [state, choices.local_state])
-    parts = trainer.make_parts()
-    return Session(chosen, process, trainer.describer, trainer.gradients, parts, watch, choices.step)
+    return Session(trainer.make_parts(), watch, choices.step)
 
 
 def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:
@@ -402,13 +402,16 @@ class _Trainer:
         snapshots = self._snapshots(recover, durable)
         loader = self._state_loader(snapshots, durable)
         return EngineParts(
+            settings=settings,
+            process=self.process,
+            describer=self.describer,
+            gradients=gradients,
             handle=handle,
             plane=plane,
             peers=self._peers(plane, budget.link_s),
             leader=LighthouseLink(settings, is_restarted()),
             slots=slots,
             exchange=self._exchange_thread(plane, slots, backend, crash),
-            backend=backend,
             fetch_thread=FetchThread(
                 loader,
                 gradients.nbytes,
@@ -426,9 +429,6 @@ class _Trainer:
             buffers=self.buffers,
             own_states=self.own_states,
             durable=durable,
-            failed_rounds=FailedRounds(settings.max_failed_rounds),
-            lanes=self.lanes,
-            content=self.content,
         )
 
     def _peers(self, plane: DataPlane, link_s: float) -> Peers:

@@ -7,8 +7,12 @@ unless it has its default, so a new release cannot change the training in silenc
 
 import dataclasses
 import inspect
+import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 
 from fabric.errors import ConfigError
@@ -44,9 +48,19 @@ class Refusal:
 Row = Kept | NoInfluence | Refusal
 
 
-def rows_of(row: Row, names: str) -> dict[str, Row]:
-    """Return the same row for each of the names, which spaces divide."""
-    return dict.fromkeys(names.split(), row)
+_KINDS: Mapping[str, Callable[[str], Row]] = {"kept": Kept, "idle": NoInfluence, "refused": Refusal}
+
+
+def rows_of(text: str, accepts: Mapping[str, Callable[[Any], bool]] = MappingProxyType({})) -> dict[str, Row]:
+    """Return the rows of a table: a line of ``text`` has names, kept, idle or refused, and the row's words.
+
+    A line that is indented goes on with the line before. ``accepts``: that of refusals, by name.
+    """
+    rows: dict[str, Row] = {}
+    for line in re.sub(r"\n +", " ", inspect.cleandoc(text)).splitlines():
+        names, kind, words = line.split(" | ")
+        rows |= dict.fromkeys(names.split(), _KINDS[kind](words))
+    return rows | {name: Refusal(rows[name].why, test) for name, test in accepts.items()}  # type: ignore[union-attr]
 
 
 class ArgumentTable:
@@ -189,3 +203,33 @@ _UNEQUAL = (
 def unequal_optimizer(kind: str) -> str:
     """Return ``kind``, the name of an optimizer or its class, if it is one of these; else an empty string."""
     return kind if any(word in kind.lower() for word in _UNEQUAL) else ""
+
+
+_log = logging.getLogger("fabric")
+
+
+def check_version(framework: str, least: str, tested: str) -> None:
+    """Raise ConfigError where the installed ``framework`` is older than ``least``.
+
+    Another release than ``tested`` is allowed, and the log says so: its inside may differ.
+    """
+    version = metadata.version(framework)
+    if _numbers(version) < _numbers(least):
+        raise ConfigError(
+            f"{framework} {version} is installed, and fabric.integrations.{framework} needs {least} or newer "
+            f"(tested with {tested}): run pip install -U {framework}"
+        )
+    if _numbers(version)[:2] != _numbers(tested)[:2]:
+        _log.warning(
+            "%s %s is not %s, the release that fabric.integrations.%s was tested with",
+            framework,
+            version,
+            tested,
+            framework,
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the release's numbers, without what follows them: "5.23.0rc1" is (5, 23, 0)."""
+    release = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(x) for x in release[0].split(".")) if release is not None else ()

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from fabric.errors import ConfigError, FabricError, Unreachable
 from fabric.exit_codes import FINAL_CODES, FINISHED, RESTART
-from fabric.integrations.versions import check_version
+from fabric.integrations.arguments import check_version
 from fabric.runtime import config
 from fabric.runtime.http.lighthouse_client import Lighthouses
 from fabric.runtime.private_folder import make_private, open_private

@@ -1,13 +1,21 @@
-"""The values that a script advances, while its loop goes over steps that the job has made.
+"""A script's values, gradients and outputs, while its loop goes over steps that the job has made.
 
-With a Trainer these are its hooks at the begin of a training and of an epoch, which the members have run.
+The values are those that the script advances. With a Trainer its hooks at the begin of a training and of an
+epoch do so, which the members have run.
 """
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TextIO
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fabric.client.loop.shared_state import with_state
+from fabric.errors import ConfigError
+from fabric.exit_codes import RESTART
+from fabric.integrations.adopt.living_objects import OWN_WAY
 
 
 class ScriptState:
@@ -41,3 +49,157 @@ class ScriptState:
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(values)
         self._kept = None
+
+
+class ScriptGradients:
+    """The ``.grad`` of a model's parameters: as backward made them, or while one waits for the loop."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._waiting: list[torch.Tensor | None] = []
+        self._zeros: list[torch.Tensor] = []  # the gradient of steps that the loop goes over
+        self._marks: list[tuple[int, int]] = []  # identity and version of each gradient after backward
+        self.note()
+
+    def note(self) -> None:
+        """Note the gradients as they are after a backward pass."""
+        self._zeros = []
+        self._marks = self._look()
+
+    def check(self) -> None:
+        """Raise ConfigError if the script has changed a gradient since ``note``."""
+        if self._look() != self._marks:
+            raise ConfigError(
+                "the script changes its gradients between the backward pass and torch's clipping or the "
+                f"update, before --adopt can average them: {OWN_WAY}"
+            )
+
+    def drop(self) -> None:
+        """Leave no gradient."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def fill(self) -> None:
+        """Leave a gradient of zeros, for code of the script that reads or changes ``.grad``."""
+        self._zeros = self._zeros or [torch.zeros_like(parameter) for parameter in self._parameters]
+        for parameter, zeros in zip(self._parameters, self._zeros, strict=True):
+            parameter.grad = zeros.zero_()
+
+    def set_aside(self) -> None:
+        """Let the gradients wait for ``bring_back``."""
+        self._waiting = [parameter.grad for parameter in self._parameters]
+        self.drop()
+
+    def bring_back(self) -> None:
+        """Put the gradients that ``set_aside`` has taken into ``.grad``."""
+        for parameter, gradient in zip(self._parameters, self._waiting, strict=True):
+            parameter.grad = gradient
+        self._waiting, self._zeros = [], []
+
+    def _look(self) -> list[tuple[int, int]]:
+        gradients: list[Any] = [parameter.grad for parameter in self._parameters]
+        return [(0, 0) if g is None else (id(g), g._version) for g in gradients]  # noqa: SLF001
+
+
+class RepeatedOutputs:
+    """Between ``open`` and ``close`` the model's calls are answered from memory, and prints are dropped.
+
+    A call with inputs of shapes seen before returns the outputs of then. The loop's own code between forward
+    and backward thus runs as ever, and costs next to nothing.
+    """
+
+    def __init__(self) -> None:
+        self._undo: Callable[[], None] | None = None
+        self._stdout: TextIO | None = None
+
+    def open(self, model: torch.nn.Module) -> None:
+        """Answer the calls of ``model``."""
+        if self._undo is not None:
+            return
+        kind, outputs = type(model), dict[object, Any]()
+        own, call = "__call__" in vars(kind), kind.__call__
+
+        def repeat(module: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+            if module is not model:
+                return call(module, *arguments, **named)
+            key = _shapes((arguments, named, model.training, torch.is_grad_enabled()))
+            if key not in outputs:
+                outputs[key] = _without_changes(model, lambda: call(module, *arguments, **named))
+            return tree_map(_as_new, outputs[key])
+
+        def undo() -> None:
+            if own:
+                kind.__call__ = call  # type: ignore[method-assign]
+            else:
+                del kind.__call__
+
+        kind.__call__ = repeat  # type: ignore[method-assign]
+        self._undo = undo
+        self._stdout, sys.stdout = sys.stdout, _Nowhere(sys.stdout)
+
+    def close(self) -> None:
+        """Let the model compute again."""
+        if self._undo is not None:
+            self._undo()
+            assert self._stdout is not None
+            sys.stdout, self._undo = self._stdout, None
+
+
+class _Nowhere:
+    """A standard output that drops what is printed. A loop that only counts prints figures of no step."""
+
+    def __init__(self, behind: TextIO) -> None:
+        self._behind = behind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._behind, name)
+
+    def write(self, text: str) -> int:
+        """Drop ``text``."""
+        return len(text)
+
+
+def _shapes(value: Any) -> object:
+    return tuple(
+        (x.shape, x.dtype, x.device) if torch.is_tensor(x) else (type(x), x if _is_plain(x) else None)
+        for x in tree_leaves(value)
+    )
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
+def _without_changes(model: torch.nn.Module, forward: Callable[[], Any]) -> Any:
+    """Return the outputs without their graph; the model's buffers stay as they were."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    outputs = tree_map(lambda x: x.detach() if torch.is_tensor(x) else x, forward())
+    with torch.no_grad():
+        for buffer, value in kept:
+            buffer.copy_(value)
+    return outputs
+
+
+def _as_new(value: Any) -> Any:
+    """Return a tensor of its own, with which a loss can be made and, as far as the loop sees, derived."""
+    if not torch.is_tensor(value):
+        return value
+    fresh = value.clone()
+    return fresh.requires_grad_() if fresh.is_floating_point() and torch.is_grad_enabled() else fresh
+
+
+def say_goes_over(replica: str, number: int, step: int) -> None:
+    """Say that the loop, which is at step ``number``, goes over the steps that the job has made."""
+    sys.stderr.write(
+        f"fabric: {replica}: the job is at step {step}, and the script's loop goes over {step - number} "
+        "steps without computing them\n"
+    )
+
+
+def leave_behind(replica: str, number: int, step: int) -> NoReturn:
+    """End this process, because its loop is at step ``number`` and the job goes on from an earlier one."""
+    sys.stderr.write(
+        f"fabric: {replica}: the job goes on from step {step} and the script's loop is at step {number}, and "
+        "cannot go back: this process starts again\n"
+    )
+    raise SystemExit(RESTART)

@@ -24,9 +24,8 @@ import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
-from fabric.integrations.dealt_data import DealtData, PositionStream
-from fabric.integrations.step_feed import StepFeed
-from fabric.integrations.versions import check_version
+from fabric.integrations.arguments import check_version
+from fabric.integrations.training_data import DealtData, PositionStream, StepFeed
 from fabric.runtime import config as settings_of
 from fabric.runtime.config import parse_replicas
 

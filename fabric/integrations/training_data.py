@@ -1,43 +1,44 @@
-"""A torch DataLoader taken whole: its order, its batches and its workers, as a loader of the job."""
+"""The data and the steps of a job, for a loop that a framework owns.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+A torch DataLoader is taken whole: its order, its batches and its workers, as a loader of the job.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from fabric.client.data.loader import Loader, is_stream
+from fabric.client.loop.session import Session
+from fabric.client.loop.step import Step
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal
-
-_IN_ORDER = "batches that come as they are ready have no order that replicas could share: leave it out"
-_FIXED = Kept("test_a_loader_in_a_fixed_order_has_the_batches_that_it_has_without_fabric")
-_SHUFFLED = Kept("test_a_loader_that_shuffles_with_a_generator_has_the_passes_that_it_has_without_fabric")
+from fabric.integrations.arguments import ArgumentTable, rows_of
 
 DATALOADER = ArgumentTable(
     "DataLoader",
     "fabric",
-    {
-        "dataset": Kept("recipe accelerate_scaler"),
-        "batch_size": _FIXED,
-        "shuffle": _SHUFFLED,
-        "sampler": Kept("recipe sampler_weighted"),
-        "batch_sampler": Kept("recipe sampler_batches_by_length"),
-        "num_workers": Kept("recipe workers_lazy_file"),
-        "collate_fn": _FIXED,
-        "drop_last": Kept("recipe uneven_last_batch_dropped"),
-        "worker_init_fn": Kept("test_the_data_set_and_worker_init_fn_find_what_torch_tells_them"),
-        "multiprocessing_context": Kept("test_workers_draw_the_same_numbers_as_the_trainer_itself"),
-        "generator": _SHUFFLED,
-        "pin_memory": NoInfluence("it puts batches into other memory"),
-        "pin_memory_device": NoInfluence("it puts batches into other memory"),
-        "timeout": NoInfluence("it ends a trainer whose workers hang"),
-        "prefetch_factor": NoInfluence("it says how far workers read ahead"),
-        "persistent_workers": NoInfluence("workers live as long as the loader"),
-        "in_order": Refusal(_IN_ORDER),
-        "snapshot_every_n_steps": NoInfluence("the committed step gives the position"),
-    },
-    {"check_worker_number_rationality": NoInfluence("it warns")},
+    rows_of("""
+    dataset | kept | recipe accelerate_scaler
+    batch_size collate_fn | kept | test_a_loader_in_a_fixed_order_has_the_batches_that_it_has_without_fabric
+    shuffle generator | kept |
+        test_a_loader_that_shuffles_with_a_generator_has_the_passes_that_it_has_without_fabric
+    sampler | kept | recipe sampler_weighted
+    batch_sampler | kept | recipe sampler_batches_by_length
+    num_workers | kept | recipe workers_lazy_file
+    drop_last | kept | recipe uneven_last_batch_dropped
+    worker_init_fn | kept | test_the_data_set_and_worker_init_fn_find_what_torch_tells_them
+    multiprocessing_context | kept | test_workers_draw_the_same_numbers_as_the_trainer_itself
+    pin_memory pin_memory_device | idle | it puts batches into other memory
+    timeout | idle | it ends a trainer whose workers hang
+    prefetch_factor | idle | it says how far workers read ahead
+    persistent_workers | idle | workers live as long as the loader
+    in_order | refused | batches that come as they are ready have no order that replicas could share: leave it
+        out
+    snapshot_every_n_steps | idle | the committed step gives the position
+    """),
+    rows_of("check_worker_number_rationality | idle | it warns"),
 )
 
 
@@ -96,6 +97,10 @@ class TrainingData:
     def is_stream(self) -> bool:
         """Whether the data set is iterated and has no known end."""
         return self.sampler is None
+
+    def limited(self, size: int) -> "TrainingData":
+        """Return these data with the first ``size`` positions of each pass."""
+        return self if size == self.size else replace(self, sampler=FirstOf(self.sampler, size), size=size)
 
     def steps_per_pass(self, global_batch_size: int, epoch_end: str) -> int:
         """Return the number of steps of a pass; 0 where there are no passes."""
@@ -156,6 +161,19 @@ class _Sampling:
         return cls(_whole(batches, ranks), 1, batched=True)
 
 
+class FirstOf(Sampler[Any]):
+    """The first ``size`` positions of each pass of ``sampler``."""
+
+    def __init__(self, sampler: Any, size: int) -> None:
+        self.sampler, self._size = sampler, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.sampler), self._size)
+
+
 @dataclass(frozen=True, slots=True)
 class _Single:
     """Collates a micro-batch of one item, as a DataLoader with batch_size=None does."""
@@ -192,3 +210,106 @@ def _given(loader: "DataLoader[Any]") -> dict[str, Any]:
     """Return the arguments of a DataLoader as its attributes have them."""
     names = [*DATALOADER.rows, *DATALOADER.unknown(type(loader))]
     return {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+
+
+# Data that are read in order and dealt out in lanes: one lane for each replica that a job starts with.
+#
+# Micro-batch m of a step belongs to lane m // n, for n micro-batches of a lane in each step. It is number
+# ``step * n + m % n`` of its lane. So the committed step gives the position in every lane.
+
+
+class PositionStream(IterableDataset):  # type: ignore[type-arg]
+    """The positions 0, 1, 2, ... themselves, for ``session.loader``: its ``collate_fn`` reads the data."""
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, position: int) -> Iterator[int]:
+        """Yield the positions from ``position`` on."""
+        while True:
+            yield position
+            position += 1
+
+
+class DealtData:
+    """``read(lane, begin)`` reads a lane's micro-batches from number ``begin`` on. For one thread."""
+
+    def __init__(self, read: Callable[[int, int], Iterator[Any]], lanes: int, per_step: int) -> None:
+        self.lanes = lanes
+        self._read = read
+        self._per_step = per_step
+        self._readers: dict[int, _LaneReader] = {}
+
+    def micro_batch(self, positions: Sequence[int]) -> Any:
+        """Return the micro-batch at the one position in ``positions``."""
+        step, number = divmod(positions[0], self.lanes * self._per_step)
+        lane, part = divmod(number, self._per_step)
+        return self._reader(lane).take(step * self._per_step + part, step * self._per_step)
+
+    def read_past(self, lane: int, step: int) -> None:
+        """Read the lane up to the beginning of ``step``, so that a micro-batch of the step comes at once."""
+        if lane < self.lanes:
+            self._reader(lane).read_past(step * self._per_step)
+
+    def _reader(self, lane: int) -> "_LaneReader":
+        if lane not in self._readers:
+            self._readers[lane] = _LaneReader(lambda begin: self._read(lane, begin))
+        return self._readers[lane]
+
+
+class _LaneReader:
+    """Micro-batches of a lane by number. For a number before those that are kept it reads again."""
+
+    def __init__(self, read: Callable[[int], Iterator[Any]]) -> None:
+        self._read = read
+        self._batches: Iterator[Any] | None = None
+        self._next = 0
+        self._kept: dict[int, Any] = {}  # those of the step under way, which may be computed again
+
+    def take(self, number: int, first: int) -> Any:
+        """Return micro-batch ``number``; forget those before ``first``."""
+        self._kept = {n: batch for n, batch in self._kept.items() if n >= first}
+        if number not in self._kept:
+            self.read_past(number)
+            assert self._batches is not None
+            self._kept[number] = next(self._batches)
+            self._next += 1
+        return self._kept[number]
+
+    def read_past(self, number: int) -> None:
+        """Go on to ``number``, which comes next then, unless it is kept."""
+        if number in self._kept:
+            return
+        if self._batches is None or number < self._next:
+            self._batches, self._next = self._read(number), number
+        while self._next < number:
+            next(self._batches)
+            self._next += 1
+
+
+class StepFeed:
+    """Goes through ``session.steps``, for a loop that asks for one micro-batch after another.
+
+    A step that this replica replays has no micro-batches.
+    """
+
+    def __init__(self, session: Session, data: Loader, until: int) -> None:
+        self.session, self.data = session, data
+        self.step: Step | None = None  # the step under way; None after the job's last
+        session.stale.own_loop = False
+        self._steps = session.steps(data, until)
+        self._micro_batches: Iterator[Any] = iter(())
+
+    def advance(self) -> Step | None:
+        """Go on to the next step of the job, which follows a load of a fetched state at any number."""
+        self.step = next(self._steps, None)
+        self._micro_batches = iter(self.step) if self.step is not None else iter(())
+        return self.step
+
+    def micro_batch(self) -> Any:
+        """Return the step's next micro-batch; None where none is left, and ``.grad`` is the average then."""
+        return next(self._micro_batches, None)
+
+    def rest(self) -> Iterator[Any]:
+        """Yield the micro-batches that are left, those of lost members included."""
+        yield from self._micro_batches

@@ -21,10 +21,10 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
-from fabric.integrations.accelerate.one_process import one_process
+from fabric.integrations.accelerate.replica import one_process
+from fabric.integrations.arguments import check_version
 from fabric.integrations.huggingface.arguments import refuse
 from fabric.integrations.huggingface.job import MovedError, StoppedError, TrainerJob
-from fabric.integrations.versions import check_version
 from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas
 

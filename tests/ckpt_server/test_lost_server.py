@@ -25,8 +25,7 @@ from fabric.client.process.journal import Journal
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread
-from fabric.client.state.snapshot_policy import EverySteps
-from fabric.client.state.snapshots import Snapshots, SnapshotSlots
+from fabric.client.state.snapshots import EverySteps, Snapshots, SnapshotSlots
 from fabric.client.state.state_loader import StateLoader
 from fabric.errors import FabricError, ServerLost
 from fabric.ftar.host.cpu_ring import CpuRing

@@ -14,8 +14,7 @@ from fabric.ckpt_server.state.snapshot import CopyPass, CpuCopier, CudaCopier
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView, capture
 from fabric.client.process.worker import Worker
 from fabric.client.state.mutation_guard import MEANWHILE, MutationGuard
-from fabric.client.state.snapshot_policy import EverySteps
-from fabric.client.state.snapshots import Snapshots
+from fabric.client.state.snapshots import EverySteps, Snapshots
 from fabric.errors import StateError
 from fabric.model import SnapshotRef
 
@@ -273,7 +272,7 @@ def test_a_copy_of_weights_that_were_moved_for_a_moment_is_not_served(
         model.weight.data = kept.clone()
     else:
         model.weight.data.copy_(kept)
-    assert snapshots.take_digest(1) == boundary, "the digest is that of the state, not that of the copy"
+    assert snapshots.digests.take(1) == boundary, "the digest is that of the state, not that of the copy"
     snapshots.wait_copied()
     assert done.wait(30) and said[0].digest == ""
     assert served(handle) == []
@@ -289,7 +288,7 @@ def test_a_copy_of_weights_that_were_moved_for_a_moment_is_not_served(
     counted(model)
     with torch.no_grad():
         model.weight.copy_(kept)
-    assert snapshots.take_digest(2) == capture({"model": model}, 2).digest() == said[1].digest
+    assert snapshots.digests.take(2) == capture({"model": model}, 2).digest() == said[1].digest
     snapshots.wait_copied()
     assert served(handle) == [2]
 
@@ -386,8 +385,8 @@ def test_the_digest_is_that_of_the_boundary_with_and_without_a_snapshot(taken, k
         if copied:
             snapshots.start(ref(step), keeper.submit, lambda event: None)
         snapshots.begin_digest(step, copied)
-        assert snapshots.take_digest(step) == capture({"model": model}, step).digest()
-        assert snapshots.take_digest(step) == capture({"model": model}, step).digest(), "however often"
+        assert snapshots.digests.take(step) == capture({"model": model}, step).digest()
+        assert snapshots.digests.take(step) == capture({"model": model}, step).digest(), "however often"
         snapshots.wait_copied()
         with torch.no_grad():
             model.weight.add_(1.0)
@@ -398,7 +397,7 @@ def test_a_snapshot_brings_the_digest_along_and_nothing_is_read_twice(taken, kee
     monkeypatch.setattr(CpuCopier, "digest", None)
     snapshots.start(ref(1), keeper.submit, lambda event: None)
     snapshots.begin_digest(1, copied=True)
-    assert snapshots.take_digest(1) == capture({"model": model}, 1).digest()
+    assert snapshots.digests.take(1) == capture({"model": model}, 1).digest()
 
 
 def test_a_digest_goes_on_during_a_snapshot_for_a_joining_replica(taken, keeper, model):
@@ -407,7 +406,7 @@ def test_a_digest_goes_on_during_a_snapshot_for_a_joining_replica(taken, keeper,
     expected = capture({"model": model}, 2).digest()
     snapshots.begin_digest(2, copied=False)
     snapshots.start(ref(2), keeper.submit, lambda event: done.set())
-    assert snapshots.take_digest(2) == expected
+    assert snapshots.digests.take(2) == expected
     snapshots.wait_copied()
     assert done.wait(30)
     assert [s["digest"] for s in fetch(handle.url, "/v1/snapshots").json] == [expected]
@@ -421,8 +420,8 @@ def test_after_the_fence_the_digest_is_of_the_state_before_it(taken, keeper, mod
     snapshots.wait_copied()
     with torch.no_grad():
         model.weight.add_(1.0)
-    assert snapshots.take_digest(1) == expected
-    assert snapshots.take_digest(2) == "", "nobody has begun that one"
+    assert snapshots.digests.take(1) == expected
+    assert snapshots.digests.take(2) == "", "nobody has begun that one"
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -438,7 +437,7 @@ def test_a_state_that_changes_while_it_is_digested_is_refused_by_name(
     WRITES[kind](model)
     slow.set()
     with pytest.raises(StateError, match=f"{NAME} changed .*while forward and backward ran"):
-        snapshots.take_digest(1)
+        snapshots.digests.take(1)
 
 
 class Rates(dict):
@@ -468,7 +467,7 @@ def test_a_number_that_a_callback_sets_after_the_boundary_changes_no_digest(
             rates["lr"] /= 2
             with torch.no_grad():
                 model.weight[0, 0] += 0.0  # weights that move for a moment, which are read again
-            assert snapshots.take_digest(step) == expected
+            assert snapshots.digests.take(step) == expected
             snapshots.wait_copied()
     finally:
         copier.close()
@@ -479,7 +478,7 @@ def test_a_digest_is_taken_where_the_copy_had_no_memory(taken, keeper, model):
     handle.close()
     snapshots.start(ref(1), keeper.submit, lambda event: None)
     snapshots.begin_digest(1, copied=True)
-    assert snapshots.take_digest(1) == "", "the session reads the state itself then"
+    assert snapshots.digests.take(1) == "", "the session reads the state itself then"
 
 
 class SlowLane:
@@ -610,7 +609,7 @@ def test_a_digest_and_its_entries_view_the_state_once(taken, keeper, model, monk
     if copied:
         snapshots.start(ref(4), keeper.submit, lambda event: None)
     snapshots.begin_digest(4, copied=copied)
-    snapshots.take_digest(4)
-    view = snapshots.take_view(4)
+    snapshots.digests.take(4)
+    view = snapshots.digests.take_view(4)
     assert captures == [4] and view.step == 4
-    assert snapshots.take_view(4) is None, "it would keep tensors alive"
+    assert snapshots.digests.take_view(4) is None, "it would keep tensors alive"

@@ -8,10 +8,8 @@ from dataclasses import replace
 
 from protocol.makers import record_of
 
-from fabric.client.collectives.collectives import CollectiveMembers, Collectives
-from fabric.client.collectives.session_collectives import SessionCollectives
-from fabric.client.control.collective_links import CollectiveLinks
-from fabric.client.control.peers import Peers
+from fabric.client.collectives.collectives import CollectiveMembers, Collectives, SessionCollectives
+from fabric.client.control.peers import CollectiveLinks, Peers
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io

@@ -2,8 +2,15 @@
 
 from typing import Any
 
-from fabric.client.data.fetching import IndexFetcher, IterableStream, StreamFetcher
-from fabric.client.data.loader import Loader, ReadingThreads, WorkerOptions, WorkerProcesses
+from fabric.client.data.loader import (
+    IndexFetcher,
+    IterableStream,
+    Loader,
+    LoaderOptions,
+    ReadingThreads,
+    StreamFetcher,
+    WorkerProcesses,
+)
 from fabric.client.data.sample_plan import SamplePlan
 
 
@@ -20,5 +27,5 @@ def loader_of(
         loader.workers = ReadingThreads(fetcher, loader.items, workers)
     elif workers:
         tries = plan.steps_per_pass
-        loader.workers = WorkerProcesses(fetcher, loader.items, workers, WorkerOptions(), "r0", tries)
+        loader.workers = WorkerProcesses(fetcher, loader.items, workers, LoaderOptions(), "r0", tries)
     return loader

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fabric.client.loop.local_state import LoopProgress
 from fabric.client.loop.loop_orders import LoopOrders
-from fabric.client.loop.loop_progress import LoopProgress
 from fabric.exit_codes import RESTART
 from fabric.protocol.messages import member_events as io
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fabric.client.gradients.buffer_choices import choose_buffers
 from fabric.client.gradients.carried_attributes import CarriedAttributes
+from fabric.client.gradients.forward_buffers import choose_buffers
 from fabric.errors import ConfigError
 
 

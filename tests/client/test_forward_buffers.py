@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from fabric.client.gradients.buffer_choices import choose_buffers, default_buffers, exact_values, write_exact
-from fabric.client.gradients.forward_buffers import BufferWatch, ForwardBuffers, first_member
+from fabric.client.gradients.forward_buffers import (
+    BufferWatch,
+    ForwardBuffers,
+    choose_buffers,
+    default_buffers,
+    exact_values,
+    first_member,
+    write_exact,
+)
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients
 from fabric.model import Member

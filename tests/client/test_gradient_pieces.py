@@ -8,7 +8,7 @@ import torch
 from ftar.lane_layouts import COLUMNS, ROWS, SINGLE, gradient_of, member
 
 from fabric.ckpt_server.fetch.fetcher import GradientMeta
-from fabric.client.state.gradient_pieces import PieceFetcher
+from fabric.client.state.fetch_thread import PieceFetcher
 from fabric.errors import Gone, StateError
 from fabric.ftar.lanes import FlatPlaces, LaneDirectory
 from fabric.protocol.messages import member_events as io

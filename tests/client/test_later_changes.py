@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from fabric.client.loop.later_changes import refuse_later_hooks
-from fabric.client.loop.optimizer_watch import OptimizerWatch
+from fabric.client.loop.unshared_objects import OptimizerWatch
 from fabric.errors import ConfigError
 
 BASE = """
 import sys
 import torch
 from fabric.client.loop.later_changes import refuse_later_changes
-from fabric.client.loop.optimizer_watch import OptimizerWatch
+from fabric.client.loop.unshared_objects import OptimizerWatch
 
 body, head, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
 model = torch.nn.Sequential(body, head)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fabric.client.gradients.nonfinite_metrics import finite, restored
+from fabric.client.loop.step import finite, restored
 
 NAN, INF = math.nan, math.inf
 

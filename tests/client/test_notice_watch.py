@@ -25,7 +25,7 @@ class Closed:
 def test_sigterm_ends_the_process_after_the_session_although_a_framework_had_put_a_handler_around():
     script = """
 import os, signal
-from fabric.client.process.notice import NoticeWatch
+from fabric.client.loop.shutdown import NoticeWatch
 watch = NoticeWatch(lambda work: print("notice", flush=True), print, print)
 watch.begin()
 ours = signal.getsignal(signal.SIGTERM)

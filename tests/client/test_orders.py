@@ -21,12 +21,12 @@ from torch.utils.data import (
 )
 
 from fabric.audit.audit import DataOrder
-from fabric.client.data.loader import DataReader, make_loader, parse_options
-from fabric.client.data.orders import SamplerOrder
-from fabric.client.data.sample_plan import SamplePlan
+from fabric.client.data.loader import make_loader, parse_options
+from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
 from fabric.errors import ConfigError, FabricError
 from fabric.protocol.rules.assignment import cut
 from fabric.protocol.rules.compatibility import unequal_settings
+from fabric.runtime.config import Settings
 
 DATA = list(range(100, 130))
 
@@ -322,7 +322,7 @@ def test_a_pass_is_dealt_out_as_a_plain_loop_deals_it_out(
 
 def loader_for(**options):
     sizes = options.pop("sizes", (8, 2, 0))
-    return make_loader(DATA, sizes, list, 0, parse_options(options), DataReader("r0", 3))
+    return make_loader(DATA, sizes, list, 0, parse_options(options), Settings(replica="r0", replicas="3"))
 
 
 @pytest.mark.parametrize(
@@ -355,4 +355,6 @@ def test_a_shuffling_sampler_of_all_data_is_the_order_that_a_loader_has_without_
 
 def test_a_generator_as_data_set_is_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="the data set is a generator, an iterator that can be read only"):
-        make_loader((x for x in DATA), (8, 2, 0), None, 0, parse_options({}), DataReader("r0", 3))
+        make_loader(
+            (x for x in DATA), (8, 2, 0), None, 0, parse_options({}), Settings(replica="r0", replicas="3")
+        )

@@ -13,8 +13,14 @@ import fabric.client
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlot, GradientSlots
-from fabric.client.outer.outer_loop import GlobalParameters, JobRounds, local_buffers, make_outer_loop
-from fabric.client.outer.outer_schedule import OuterSchedule, cut_fragments
+from fabric.client.outer.outer_loop import (
+    GlobalParameters,
+    JobRounds,
+    OuterSchedule,
+    cut_fragments,
+    local_buffers,
+    make_outer_loop,
+)
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
 from fabric.model import Fence

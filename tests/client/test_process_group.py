@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from client.collective_party import Parties
 
+from fabric.client.collectives.collectives import SoloCollectives
 from fabric.client.collectives.process_group import ReplicaGroup
-from fabric.client.collectives.session_collectives import SoloCollectives
 from fabric.errors import CollectiveFailed, ConfigError
 
 NAMES = "a b"

@@ -10,9 +10,8 @@ from client.collective_party import Parties
 from protocol.makers import record_of
 from protocol.test_member import holding
 
-from fabric.client.collectives.calls import CallFrame, Supply, judge
+from fabric.client.collectives.calls import CallFrame, Offer, Supply, judge
 from fabric.client.collectives.collectives import CollectiveMembers
-from fabric.client.collectives.payload import Offer
 from fabric.errors import CollectiveFailed, ConfigError, Mismatch, NotAMember, RoundAborted
 from fabric.model import Record
 from fabric.protocol.messages import member_events as io

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from fabric.client.gradients.replica_states import ROW_BYTES, ReplicaStates
+from fabric.client.gradients.forward_buffers import ROW_BYTES, ReplicaStates
 from fabric.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from fabric.ckpt_server.state.training_state import capture
-from fabric.client.state.small_entries import small_entries, tensor_entries
+from fabric.client.state.mutation_guard import small_entries, tensor_entries
 from fabric.protocol.rules.divergence import MAX_NUMBERS, MAX_TENSORS
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from fabric.client import EverySteps, OverheadBudget
-from fabric.client.state.snapshot_policy import policy_of
+from fabric.client.state.snapshots import policy_of
 from fabric.errors import ConfigError
 from fabric.runtime.config import Settings
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import fabric.client
-from fabric.client.gradients import stale_gradients
-from fabric.client.gradients.stale_gradients import StaleGradients
+from fabric.client.gradients import bucket_stream
+from fabric.client.gradients.bucket_stream import StaleGradients
 from fabric.errors import ConfigError
 
 WORDS = "the gradient of the step before was still there"
@@ -78,8 +78,8 @@ def test_the_watch_does_not_look_at_parameters_after_its_first_looks(monkeypatch
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stale, looks = StaleGradients([optimizer]), []
-    look = stale_gradients._parameters
-    monkeypatch.setattr(stale_gradients, "_parameters", lambda x: looks.append(x) or look(x))
+    look = bucket_stream._parameters
+    monkeypatch.setattr(bucket_stream, "_parameters", lambda x: looks.append(x) or look(x))
     counts = []
     for step in range(300):
         for number in range(2):
@@ -168,14 +168,14 @@ def test_a_zero_grad_once_in_each_step_is_no_fault_wherever_it_is(to_none):
 def test_a_gradient_has_a_value_unless_all_its_elements_are_zeros_of_any_sign(dtype):
     for size in (0, 1, 40, 1000):
         zeros = torch.zeros(size, dtype=dtype)
-        assert not stale_gradients._has_value(zeros)
-        assert not stale_gradients._has_value(-zeros)
+        assert not bucket_stream._has_value(zeros)
+        assert not bucket_stream._has_value(-zeros)
         for place in {0, size // 2, size - 1} if size else ():
             for value in (1.0, -1.0, float("nan"), torch.finfo(dtype).tiny):
                 gradient = -zeros
                 gradient[place] = value
-                assert stale_gradients._has_value(gradient)
-                assert stale_gradients._has_value(gradient[None].expand(2, size))
+                assert bucket_stream._has_value(gradient)
+                assert bucket_stream._has_value(gradient[None].expand(2, size))
 
 
 def test_a_gradient_that_is_masked_in_part_is_not_dropped():

@@ -76,9 +76,16 @@ def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
     engine = SimpleNamespace(listen=lambda bind, ports: 1, begin=begun.append)
     handle = SimpleNamespace(url="http://a", held_by=lambda ranks: ())
     durable = SimpleNamespace(find=lambda: ())
-    parts = SimpleNamespace(exchange=SimpleNamespace(retain=True), handle=handle, durable=durable)
-    settings = Settings(job="job", replica="r0")
-    start.begin(engine, parts, settings, ProcessIdentity(9, (8, 7)), start.TrainingSetup(DataPlan(1), "", ""))
+    parts = SimpleNamespace(
+        settings=Settings(job="job", replica="r0"),
+        process=ProcessIdentity(9, (8, 7)),
+        exchange=SimpleNamespace(retain=True, lanes=None),
+        gradients=SimpleNamespace(layout="", described=()),
+        plane=SimpleNamespace(kind=""),
+        handle=handle,
+        durable=durable,
+    )
+    start.begin(engine, parts, start.TrainingSetup(DataPlan(1), "", ""))
     (member,) = begun
     assert member.session.contact.last == 5e6 and member.context.identity.predecessors == (8, 7)
 

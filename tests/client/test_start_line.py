@@ -6,7 +6,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.client.loop.loop_progress import LoopProgress
+from fabric.client.loop.local_state import LoopProgress
 from fabric.client.loop.shutdown import start_line
 from fabric.model import shortened
 

@@ -12,23 +12,19 @@ from torch.utils.data import SequentialSampler, SubsetRandomSampler
 import fabric.client
 from fabric.audit.audit import DataOrder
 from fabric.ckpt_server.state.training_state import StateDescriber, host_bytes, restore
-from fabric.client.data.fetching import IterableStream
 from fabric.client.data.loader import (
-    DataReader,
+    IterableStream,
     LoaderOptions,
     data_slot_of,
     make_loader,
     parse_options,
 )
-from fabric.client.data.orders import SamplerOrder
-from fabric.client.data.sample_plan import SamplePlan
+from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.buffer_choices import choose_buffers
-from fabric.client.gradients.forward_buffers import ForwardBuffers
-from fabric.client.gradients.learning_rate import PresenceFactor
+from fabric.client.gradients.forward_buffers import ForwardBuffers, choose_buffers
+from fabric.client.loop.session import SoloSession
 from fabric.client.loop.shared_state import shared_state
-from fabric.client.loop.solo import SoloSession
-from fabric.client.loop.step_data import StepData
+from fabric.client.loop.step import PresenceFactor, StepData
 from fabric.errors import ConfigError, FabricError, StateError
 from fabric.model import Base, Member, Record
 from fabric.runtime.config import Settings
@@ -71,7 +67,9 @@ class Redrawn(torch.utils.data.Dataset):
 
 def test_a_data_set_that_draws_in_set_epoch_draws_alike_wherever_a_replica_begins_its_pass():
     def loader():
-        return make_loader(Redrawn(), (6, 2, 0), torch.stack, 0, parse_options({}), DataReader("r0", 3))
+        return make_loader(
+            Redrawn(), (6, 2, 0), torch.stack, 0, parse_options({}), Settings(replica="r0", replicas="3")
+        )
 
     first, second = loader(), loader()
     late = [second.fetch(step, i) for step in (0, 1) for i in (2, 1, 0)]
@@ -143,7 +141,12 @@ def test_shards_cut_a_step_as_the_verifier_has_it(shards, micro, step, size):
 
 def test_each_seat_reads_its_own_shard_and_those_of_the_layout_after_it():
     loader = make_loader(
-        list(range(30)), (12, 2, 0), list, 0, LoaderOptions(redundancy=2), DataReader("r0", 3)
+        list(range(30)),
+        (12, 2, 0),
+        list,
+        0,
+        LoaderOptions(redundancy=2),
+        Settings(replica="r0", replicas="3"),
     )
     assert loader.shards == [(0, 10), (10, 20)]
 
@@ -151,7 +154,8 @@ def test_each_seat_reads_its_own_shard_and_those_of_the_layout_after_it():
 def test_with_a_rack_the_record_says_which_shards_are_read():
     """``shards`` is not known before the first step, and a member beyond the shards reads none."""
     sizes, options = (12, 2, 0), LoaderOptions(redundancy=2)
-    loader = make_loader(list(range(30)), sizes, list, 0, options, DataReader("trainer", 3, "rack7"))
+    settings = Settings(replica="trainer", replicas="3", rack="rack7")
+    loader = make_loader(list(range(30)), sizes, list, 0, options, settings)
     with pytest.raises(FabricError, match="inside the loop"):
         _ = loader.shards
     for slot, shards in ((1, [(10, 20), (20, 30)]), (3, [])):
@@ -159,7 +163,7 @@ def test_with_a_rack_the_record_says_which_shards_are_read():
         loader.sit(Record("store", 1, 1, 1, 1, "n", roster, Base(1, 0)), "trainer")
         assert loader.shards == shards
     given = LoaderOptions(redundancy=2, data_slot=2)
-    assert make_loader(list(range(30)), sizes, list, 0, given, DataReader("trainer", 3, "rack7")).shards == [
+    assert make_loader(list(range(30)), sizes, list, 0, given, settings).shards == [
         (20, 30),
         (0, 10),
     ]
@@ -503,7 +507,11 @@ def test_scale_lr_does_not_miss_the_micro_batches_without_a_sample():
     optimizer = torch.optim.SGD([weight], lr=1.0)
     options = parse_options({"policy": "shrink", "scale_lr": True, "epoch_end": "short"})
     data = StepData({"optimizer": optimizer})
-    data.enter(make_loader(list(range(16)), (12, 2, 0), list, 0, options, DataReader("r0", 3)), 4, None)
+    data.enter(
+        make_loader(list(range(16)), (12, 2, 0), list, 0, options, Settings(replica="r0", replicas="3")),
+        4,
+        None,
+    )
     for step, counted, factor in (
         (0, range(6), 1.0),
         (0, [0, 1, 2], 0.5**0.5),

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fabric.client.attach import _lanes, _ModuleEntries
-from fabric.client.gradients.buffer_choices import choose_buffers
-from fabric.client.gradients.forward_buffers import ForwardBuffers
+from fabric.client.gradients.forward_buffers import ForwardBuffers, choose_buffers
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import ConfigError
 from fabric.protocol.rules.layout_text import read_layout

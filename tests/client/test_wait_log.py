@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from fabric.client.process import wait_log
-from fabric.client.process.wait_log import WaitLogger, describe_wait
+from fabric.client.loop import loop_orders
+from fabric.client.loop.loop_orders import WaitLogger, describe_wait
 
 TOLD = {
     "step": 7,
@@ -35,9 +35,9 @@ class Lines(logging.Handler):
 @pytest.fixture
 def lines():
     handler = Lines()
-    wait_log.log.addHandler(handler)
+    loop_orders.log.addHandler(handler)
     yield handler
-    wait_log.log.removeHandler(handler)
+    loop_orders.log.removeHandler(handler)
 
 
 def test_a_waiting_trainer_logs_its_reason_and_continues_when_the_awaited_effect_comes(lines):

@@ -15,9 +15,10 @@ import torch
 from forked_processes import TORCH, ForkedProcess, address, run_with_torch
 from loaders import loader_of
 
-from fabric.client.data.loader import DataReader, Loader, make_loader, parse_options
+from fabric.client.data.loader import Loader, make_loader, parse_options
 from fabric.client.data.sample_plan import SamplePlan
 from fabric.errors import ConfigError
+from fabric.runtime.config import Settings
 
 SHARE = range(4)
 PR_GET_PDEATHSIG = 2
@@ -61,7 +62,9 @@ def tell(worker: int) -> None:
 
 
 def loader_for(dataset, replica="r0", number=2, **options) -> Loader:
-    return make_loader(dataset, (8, 2, 3), list, number, parse_options(options), DataReader(replica, 1))
+    return make_loader(
+        dataset, (8, 2, 3), list, number, parse_options(options), Settings(replica=replica, replicas="1")
+    )
 
 
 def batches(loader, step=0):
@@ -125,13 +128,20 @@ def test_a_data_set_with_set_epoch_is_told_the_pass_of_each_micro_batch(workers,
     """Wherever it is read, and although workers read ahead into the next pass."""
     options = {"multiprocessing_context": context} if workers else {}
     chosen = parse_options({"epoch_end": "short", "sampler": range(20), **options})
-    loader = make_loader(Epochs(), (8, 2, 3), list, workers, chosen, DataReader("r0", 1))
+    loader = make_loader(Epochs(), (8, 2, 3), list, workers, chosen, Settings(replica="r0", replicas="1"))
     for step, number in ((0, 0), (2, 0), (3, 1), (8, 2), (3, 1)):
         loader.read_ahead(step, range(2))
         assert [loader.fetch(step, i) for i in range(2)] == [[number] * 2] * 2
     loader.close()
     with pytest.raises(ConfigError, match=r'the data set has set_epoch, .*: give workers="processes"'):
-        make_loader(Epochs(), (8, 2, 3), list, 2, parse_options({"workers": "threads"}), DataReader("r0", 1))
+        make_loader(
+            Epochs(),
+            (8, 2, 3),
+            list,
+            2,
+            parse_options({"workers": "threads"}),
+            Settings(replica="r0", replicas="1"),
+        )
 
 
 def test_an_error_of_the_data_set_is_raised_where_the_micro_batch_is_needed():

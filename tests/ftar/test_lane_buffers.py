@@ -10,8 +10,7 @@ import torch
 from ftar.lane_harness import Process, start
 from ring_harness import WAIT_S
 
-from fabric.client.gradients.buffer_choices import choose_buffers
-from fabric.client.gradients.forward_buffers import ForwardBuffers, RankMeans
+from fabric.client.gradients.forward_buffers import ForwardBuffers, RankMeans, choose_buffers
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.lanes import held_parameters
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion

@@ -9,7 +9,7 @@ import pretended_device
 from pace import waiting
 
 from fabric.cli.run import run_program
-from fabric.integrations.step_feed import StepFeed
+from fabric.integrations.training_data import StepFeed
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from pace import waiting
 from plain_examples import plain
 from transformers import TrainerCallback
 
-from fabric.integrations.step_feed import StepFeed
+from fabric.integrations.training_data import StepFeed
 
 
 class Notes(TrainerCallback):

@@ -1,22 +1,23 @@
 """A FabricTrainer as the only process of a job, without services: one process computes the parts of all."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from fabric.client.loop.solo import SoloSession
+from fabric.client.loop.session import SoloSession
 from fabric.integrations.transformers import FabricTrainer
+from fabric.runtime.config import Settings
 
 
 def attach_alone(monkeypatch, replicas):
     """Let ``attach`` make a session whose one member computes the whole step of a job of ``replicas``."""
 
     def attach(model, optimizer, *, state, step, **_):
-        session = SoloSession(list(model.parameters()), dict(state), replicas=replicas, step=step)
-        session.settings, session.loads = SimpleNamespace(replica="r0", job="llama"), 0
+        settings = Settings(disable=True, job="llama", replicas=str(replicas))
+        session = SoloSession(list(model.parameters()), dict(state), settings, step=step)
+        session.loads = 0
         return session
 
     monkeypatch.setattr("fabric.client.attach", attach)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fabric.integrations.adopt.saved_files import SavedFiles
+from fabric.integrations.adopt.patches import SavedFiles
 
 
 def loop_at(number):

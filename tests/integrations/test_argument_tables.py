@@ -19,6 +19,7 @@ from fabric.integrations.arguments import (
     overridable,
     overridden,
     refusals,
+    rows_of,
 )
 
 
@@ -127,6 +128,24 @@ def test_an_overridden_method_is_looked_up_by_the_class_that_replaces_it():
         ConfigError, match=r"does not know what Placed.device changes, which replaces that of"
     ):
         TABLE.check_methods(Framework, Placed)
+
+
+def test_a_row_of_text_may_have_several_names_and_lines():
+    rows = rows_of(
+        """
+        rate warmup
+            decay | kept | recipe rates
+        seed | refused | each replica would draw other
+            numbers: leave it out
+        path | idle | it names a folder
+        """,
+        {"seed": lambda seed: seed == 7},
+    )
+    assert [rows.pop(x) for x in ("rate", "warmup", "decay")] == [Kept("recipe rates")] * 3
+    assert rows.pop("path") == NoInfluence("it names a folder")
+    seed = rows.pop("seed")
+    assert seed.why == "each replica would draw other numbers: leave it out" and not rows
+    assert seed.accepts(7) and not seed.accepts(8)
 
 
 def test_a_page_has_each_refusal_once_and_no_other_name():

@@ -4,7 +4,7 @@ from itertools import count, islice
 
 import pytest
 
-from fabric.integrations.dealt_data import DealtData, PositionStream
+from fabric.integrations.training_data import DealtData, PositionStream
 
 
 def make(lanes=3, per_step=2):

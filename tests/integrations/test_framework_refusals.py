@@ -7,7 +7,7 @@ import torch
 from transformers import TrainingArguments
 
 from fabric.errors import ConfigError, FabricError
-from fabric.integrations import versions
+from fabric.integrations import arguments
 from fabric.integrations.accelerate import FabricAccelerator
 from fabric.integrations.transformers import FabricTrainer
 
@@ -93,7 +93,7 @@ def test_disabled_nothing_is_refused(monkeypatch, tmp_path):
 
 
 def test_a_release_that_is_too_old_is_refused_with_the_versions(replica, monkeypatch):
-    monkeypatch.setattr(versions.metadata, "version", lambda name: "4.57.6")
+    monkeypatch.setattr(arguments.metadata, "version", lambda name: "4.57.6")
     with pytest.raises(
         ConfigError,
         match=r"transformers 4\.57\.6 is installed, and fabric\.integrations\.transformers needs 5\.10\.1 "
@@ -106,9 +106,9 @@ def test_a_release_that_is_too_old_is_refused_with_the_versions(replica, monkeyp
     ("version", "warned"), [("5.23.9", False), ("5.24.0.dev0", True), ("6.0", True), ("5.10.4", True)]
 )
 def test_a_release_that_nobody_has_tested_is_named_in_the_log(monkeypatch, caplog, version, warned):
-    monkeypatch.setattr(versions.metadata, "version", lambda name: version)
+    monkeypatch.setattr(arguments.metadata, "version", lambda name: version)
     with caplog.at_level(logging.WARNING, "fabric"):
-        versions.check_version("transformers", "5.10", "5.23.0")
+        arguments.check_version("transformers", "5.10", "5.23.0")
     assert [f"transformers {version} is not 5.23.0" in x.message for x in caplog.records] == [True] * warned
 
 
@@ -153,7 +153,7 @@ def test_a_closure_and_a_batch_that_is_not_the_jobs_are_refused(replica):
 
 
 def test_an_accelerate_that_is_too_old_is_refused_with_the_versions(replica, monkeypatch):
-    monkeypatch.setattr(versions.metadata, "version", lambda name: "0.34.2")
+    monkeypatch.setattr(arguments.metadata, "version", lambda name: "0.34.2")
     with pytest.raises(
         ConfigError, match=r"accelerate 0\.34\.2 is installed, and .* needs 1\.10\.0 or newer"
     ):

@@ -7,7 +7,8 @@ pytest.importorskip("pytorch_lightning")
 from pytorch_lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric.integrations.lightning.job import EpochShape, FirstOf
+from fabric.integrations.lightning.job import EpochShape
+from fabric.integrations.training_data import FirstOf
 
 
 class Slope(LightningModule):

@@ -14,11 +14,10 @@ from pytorch_lightning import callbacks as lightning_callbacks
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fabric.errors import ConfigError
-from fabric.integrations.adopt import frameworks
+from fabric.integrations.adopt import adoption
 from fabric.integrations.adopt.adoption import run_adopted
 from fabric.integrations.lightning import FabricStrategy, arguments
-from fabric.integrations.lightning.job import EpochShape, set_counters, set_place
-from fabric.integrations.lightning.manual import ManualSteps, check_closure
+from fabric.integrations.lightning.job import EpochShape, ManualSteps, check_closure, set_counters, set_place
 
 DATA = TensorDataset(torch.ones(24, 2))
 
@@ -296,8 +295,8 @@ def test_a_trainer_with_a_strategy_of_its_own_is_refused():
 
 def test_a_framework_is_noticed_when_it_is_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    odd = frameworks.Adapter("Trainer", "odd_adapter", "Odd")
-    monkeypatch.setitem(frameworks.ADAPTERS, "odd_framework", odd)
+    odd = adoption.Adapter("Trainer", "odd_adapter", "Odd")
+    monkeypatch.setitem(adoption.ADAPTERS, "odd_framework", odd)
     (tmp_path / "odd_framework.py").write_text("class Trainer:\n    pass\n")
     adapter = ModuleType("odd_adapter")
     adapter.Odd = type("Odd", (), {})
@@ -306,7 +305,7 @@ def test_a_framework_is_noticed_when_it_is_imported(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "odd_adapter", adapter)
     seen, handed = [], []
-    with frameworks.adopted_frameworks(lambda *names: handed.append(names)):
+    with adoption.adopted_frameworks(lambda *names: handed.append(names)):
         importlib.import_module("odd_framework")
         [(name, hand_over)] = seen
         hand_over()

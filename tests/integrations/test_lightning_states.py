@@ -10,8 +10,7 @@ from pytorch_lightning import Callback, LightningDataModule, LightningModule, Tr
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 
 from fabric.integrations.lightning import arguments
-from fabric.integrations.lightning.callback_states import CallbackStates, averaged_models, hook_states
-from fabric.integrations.lightning.run_files import RunFiles
+from fabric.integrations.lightning.run_files import CallbackStates, RunFiles, averaged_models, hook_states
 
 
 def states(*callbacks):

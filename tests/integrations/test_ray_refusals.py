@@ -25,7 +25,7 @@ def test_a_mistake_is_named_before_a_cluster_is_asked(work, more, words):
 
 
 def test_an_old_release_of_ray_is_refused(monkeypatch):
-    monkeypatch.setattr("fabric.integrations.versions.metadata.version", lambda _: "2.9.3")
+    monkeypatch.setattr("fabric.integrations.arguments.metadata.version", lambda _: "2.9.3")
     with pytest.raises(
         ConfigError, match=r"ray 2\.9\.3 is installed, and fabric.integrations.ray needs 2\.50"
     ):

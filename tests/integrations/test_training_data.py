@@ -13,7 +13,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from fabric.client.loop.solo import SoloSession
+from fabric.client.loop.session import SoloSession
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import refusals
 from fabric.integrations.training_data import DATALOADER, TrainingData

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("pytorch_lightning")
 from fabric.client.data import loader, sample_plan
-from fabric.client.loop import optimizer_watch, unshared_objects
+from fabric.client.loop import unshared_objects
 from fabric.client.loop.shutdown import Shutdown
 from fabric.integrations.accelerate import replica
 from fabric.integrations.adopt import adopted_loop
@@ -23,7 +23,7 @@ ALL = (_WORDS, replica._WORDS, adopted_loop._WORDS, job._WORDS)
 def test_each_replaced_word_is_one_of_a_sentence():
     modules = (job_endings, ending, compatibility, loader, sample_plan)
     sources = [Path(x.__file__).read_text() for x in modules]
-    sources += [unshared_objects.ADVICE, optimizer_watch.MORE_OPTIMIZERS]
+    sources += [unshared_objects.ADVICE, unshared_objects.MORE_OPTIMIZERS]
     lines = " ".join(" ".join(sources).replace('"\n', "").split())
     sentences = lines.replace(' f"', "").replace(' "', "")
     for words in ALL:

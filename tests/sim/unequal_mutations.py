@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fabric.client.state.gradient_pieces import PieceFetcher
+from fabric.client.state.fetch_thread import PieceFetcher
 from fabric.client.state.state_loader import StateLoader
 from fabric.ftar import lanes
 from fabric.ftar.lanes import RankLanes

@@ -19,7 +19,7 @@ from sim.trainer import Trainer
 from sim.transfer import POLL_S, Transfer
 
 from fabric.ckpt_server.fetch.fetcher import GradientMeta
-from fabric.client.state.gradient_pieces import PieceFetcher
+from fabric.client.state.fetch_thread import PieceFetcher
 from fabric.client.state.state_loader import StateLoader, fetch_failure
 from fabric.errors import Gone, StateError, Unreachable
 from fabric.model import NOT_LAUNCHED, LaunchedLayouts, RankAddress, SnapshotRef

@@ -15,10 +15,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fabric.client.collectives.calls import Call, CallFrame, Go, Key, Refuse, Supply, describe, judge
-from fabric.client.collectives.payload import GroupRing, Offer, Payload, make_call
-from fabric.client.control.collective_links import CollectiveGroup, CollectiveLinks, LinkedRing
+from fabric.client.collectives.calls import (
+    Call,
+    CallFrame,
+    Go,
+    GroupRing,
+    Key,
+    Offer,
+    Payload,
+    Refuse,
+    Supply,
+    describe,
+    judge,
+    make_call,
+)
 from fabric.client.control.engine import Engine, EngineParts
+from fabric.client.control.peers import CollectiveGroup, CollectiveLinks, LinkedRing
 from fabric.client.process.worker import Worker
 from fabric.errors import CollectiveFailed, ConfigError, Mismatch, NotAMember, ProtocolError, RoundAborted
 from fabric.model import Member, Record
@@ -389,7 +401,7 @@ class Collectives:
         finally:
             self._linking = None
         self._attempts[group.number] = links.attempt
-        self._ring, self._broken = GroupRing(group, links, self._links.shares_memory), False
+        self._ring, self._broken = GroupRing(group, links), False
         return self._ring
 
     def _gone(self, job: _Job) -> bool:
@@ -430,7 +442,7 @@ def make_collectives(
     """Return the collectives of this rank."""
     peers = parts.peers
     refused = ""
-    if parts.lanes is not None:
+    if parts.exchange.lanes is not None:
         refused = (
             "collectives between replicas need equal layouts of ranks, and FABRIC_LAYOUT allows unequal "
             "ones: unset FABRIC_LAYOUT"
@@ -441,3 +453,61 @@ def make_collectives(
 
 def _others(group: CollectiveGroup) -> str:
     return ", ".join(x for x in group.names if x != group.replica)
+
+
+class SoloCollectives:
+    """As Collectives, alone."""
+
+    def __init__(self, replica: str) -> None:
+        self.replica = replica
+
+    def names_or_own(self) -> tuple[str, ...]:
+        """As Collectives.names_or_own."""
+        return (self.replica,)
+
+    def wait(self, kind: str, tensor: torch.Tensor | None, option: str, timeout_s: float) -> Payload:
+        """As Collectives.wait; a broadcast is from this process, whatever its source."""
+        return self.start(kind, tensor, "" if kind == "broadcast" else option, timeout_s).result()
+
+    def start(
+        self, kind: str, tensor: torch.Tensor | None, option: str, timeout_s: float
+    ) -> "Future[Payload]":
+        """As Collectives.start, done at once."""
+        done: Future[Payload] = Future()
+        done.set_result(Offer(*make_call(kind, tensor, option)).alone((self.replica,)))
+        return done
+
+
+class SessionCollectives:
+    """Collectives between the equal ranks of all replicas, as methods of a session.
+
+    All members must make the same calls in the same order. ``timeout_s`` bounds the wait for the other
+    members, and later every wait without progress. Each method raises CollectiveFailed (repeat the same
+    call), NotAMember (leave it out), Mismatch (the members' calls are unequal) and ConfigError.
+    """
+
+    collectives: Collectives | SoloCollectives
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", timeout_s: float = TIMEOUT_S) -> torch.Tensor:
+        """Return ``tensor`` reduced over the members: the same bits on all of them.
+
+        ``op``: sum, mean, min or max. ``tensor``: float16, bfloat16, float32, float64, int32 or int64, of any
+        shape; it is not changed.
+        """
+        return self.collectives.wait("all_reduce", tensor, op, timeout_s).tensors[0].to(tensor.device)
+
+    def broadcast(self, tensor: torch.Tensor, source: str = "", timeout_s: float = TIMEOUT_S) -> torch.Tensor:
+        """Return the tensor of the replica ``source``, by default of the first member.
+
+        ``tensor``: of any type, of equal shape. Raises NotAMember also where ``source`` is gone.
+        """
+        return self.collectives.wait("broadcast", tensor, source, timeout_s).tensors[0].to(tensor.device)
+
+    def all_gather(self, tensor: torch.Tensor, timeout_s: float = TIMEOUT_S) -> dict[str, torch.Tensor]:
+        """Return the tensors of all members by replica, in ring order; of any type, of equal shape."""
+        gathered = self.collectives.wait("all_gather", tensor, "", timeout_s)
+        return {n: x.to(tensor.device) for n, x in zip(gathered.names, gathered.tensors, strict=True)}
+
+    def barrier(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Return once all members have called it."""
+        self.collectives.wait("barrier", None, "", timeout_s)

@@ -18,26 +18,24 @@ from typing import Any, TypeVar, get_args
 import uvloop
 
 from fabric.ckpt_server.attach import ServerHandle
-from fabric.ckpt_server.state.content_digest import ContentDigests
+from fabric.ckpt_server.state.training_state import StateDescriber
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.client.control.link_echo import run_echo
 from fabric.client.control.peers import Peers
 from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_thread import ExchangeThread
-from fabric.client.gradients.forward_buffers import ForwardBuffers, first_member
-from fabric.client.gradients.gradient_backend import GradientBackend
+from fabric.client.gradients.forward_buffers import ForwardBuffers, ReplicaStates, first_member
 from fabric.client.gradients.gradient_slots import GradientSlots
-from fabric.client.gradients.replica_states import ReplicaStates
-from fabric.client.process.crash_marker import CrashMarker
-from fabric.client.process.incarnation_lock import claim_above
+from fabric.client.process.incarnation_lock import ProcessIdentity, claim_above
 from fabric.client.process.journal import Journal
+from fabric.client.process.last_notes import CrashMarker
 from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshots import Snapshots
 from fabric.errors import FabricError, RoundsFailed
 from fabric.exit_codes import FAILED, RESTART
-from fabric.ftar.lanes import LaneDirectory
+from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.plane import DataPlane
 from fabric.model import Fence, Record, SpeedMeasurement, first_of, incident_id_of
 from fabric.protocol.member.core import MemberCore
@@ -45,6 +43,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.network import CommitVote, Contribution
 from fabric.protocol.messages.rank_messages import NameSnapshot, RankEvent
 from fabric.runtime import logs
+from fabric.runtime.config import Settings
 from fabric.runtime.driver import Core, Driver
 from fabric.runtime.failpoints import Failpoints
 
@@ -159,15 +158,18 @@ _ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io
 
 @dataclass(slots=True)
 class EngineParts:
-    """The parts that the engine drives."""
+    """The parts that ``attach`` has made, one each per process; the engine and the session hold them."""
 
+    settings: Settings
+    process: ProcessIdentity
+    describer: StateDescriber  # of the shared state
+    gradients: FlatGradients
     handle: ServerHandle
     plane: DataPlane
     peers: Peers
     leader: LighthouseLink
     slots: GradientSlots
     exchange: ExchangeThread
-    backend: GradientBackend
     fetch_thread: FetchThread
     snapshot_worker: Worker
     recover: Callable[[], None]
@@ -178,9 +180,6 @@ class EngineParts:
     buffers: ForwardBuffers
     own_states: ReplicaStates
     durable: DurableCheckpoints
-    failed_rounds: FailedRounds
-    lanes: LaneDirectory | None = None  # where replicas may have unequal layouts of ranks
-    content: ContentDigests | None = None  # digests that do not depend on the layout of ranks
 
 
 class _Informed:
@@ -216,6 +215,7 @@ class Engine:
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._round_journal = RoundJournal(parts.journal, self._say)
+        self._failed_rounds = FailedRounds(parts.settings.max_failed_rounds)
         self._session: asyncio.Task[None] | None = None
         if parts.fetch_thread.pieces is not None:
             parts.fetch_thread.pieces.newest = lambda: self.newest
@@ -457,7 +457,7 @@ class Engine:
     def _perform(self, effect: Any) -> None:
         if isinstance(effect, _ORDERS):
             if isinstance(effect, io.Apply):
-                self._parts.failed_rounds.committed()
+                self._failed_rounds.committed()
                 if effect.prepared is not None:
                     self._parts.points.hit("after-barrier", effect.step)
             self.orders.put(effect)
@@ -467,7 +467,7 @@ class Engine:
     def _send_peer(self, effect: io.SendPeer) -> None:
         message = effect.message
         if isinstance(message, Contribution):
-            self._parts.failed_rounds.contributed()
+            self._failed_rounds.contributed()
             self._round_journal.note_contribution(message)
         elif isinstance(message, CommitVote):
             self._parts.points.hit("before-barrier", message.step)
@@ -502,7 +502,7 @@ class Engine:
         self._parts.plane.abort(effect.epoch, effect.why)
         self._parts.exchange.abort(effect.epoch, effect.why)
         self._parts.points.hit("abort", self.step)
-        failure = self._parts.failed_rounds.aborted(self.step, effect.why)
+        failure = self._failed_rounds.aborted(self.step, effect.why)
         if failure is not None:
             self.orders.put(failure)
 

@@ -9,8 +9,8 @@ ends it at once, because the main thread may be stuck in a collective with the l
 import asyncio
 import contextlib
 import os
+import queue
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
@@ -166,8 +166,7 @@ class RankEngine(Engine):
     def __init__(self, parts: EngineParts, group: RankGroup) -> None:
         super().__init__(parts)
         self._group = group
-        self._stop: io.Stop | None = None
-        self._stop_ordered = threading.Event()
+        self._stops: queue.SimpleQueue[io.Stop] = queue.SimpleQueue()
         self._closing = False
 
     def await_explanation(self) -> None:
@@ -176,8 +175,9 @@ class RankEngine(Engine):
         When another rank has died or failed, collectives fail here too. This process then ends with the
         sentence that names the other rank.
         """
-        if self._loop is not None and self._stop_ordered.wait(_EXPLAINED_S) and self._stop is not None:
-            self._end_now(self._stop)
+        if self._loop is not None:
+            with contextlib.suppress(queue.Empty):
+                self._end_now(self._stops.get(timeout=_EXPLAINED_S))
 
     def post(self, event: Any, number: int = 0) -> None:
         """As Engine.post, through the control thread, which has the links between ranks."""
@@ -197,8 +197,7 @@ class RankEngine(Engine):
     def _perform(self, effect: Any) -> None:
         if isinstance(effect, io.Stop):
             assert self._loop is not None
-            self._stop = effect
-            self._stop_ordered.set()
+            self._stops.put(effect)
             self._loop.call_later(_STUCK_S, self._end_when_stuck, effect)
         super()._perform(effect)
 
@@ -234,7 +233,7 @@ class HeadEngine(RankEngine):
         )
 
     def _make_core(self, member: MemberCore) -> Core[Any, Any]:
-        self._core = Ranks(member, self.groups, unequal=self._parts.lanes is not None)
+        self._core = Ranks(member, self.groups, unequal=self._parts.exchange.lanes is not None)
         self._core.stages = self.stages
         return self._core
 

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,143 @@ import xxhash
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from fabric.client.data.fetching import Collate, Fetcher, IndexFetcher, IterableStream, StreamFetcher
-from fabric.client.data.orders import SamplerOrder, shuffles_all
-from fabric.client.data.sample_plan import SamplePlan
+from fabric.client.data.randomness import seed_everything
+from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, shuffles_all
 from fabric.errors import ConfigError, FabricError
 from fabric.model import EVERYTHING, Record, Sharing
-from fabric.protocol.rules.spare import best_offsets, has_distinct_differences, stack_of
+from fabric.protocol.rules.spare import stack_of
+from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.system_calls import die_with
+
+# Iterable data sets: every replica reads the stream from its beginning to the committed position.
+#
+# An iterable data set must give the same samples in the same order every time it is iterated, on every
+# replica. A data set with ``set_epoch`` is told the number of the iteration first, so it may shuffle by
+# that number. The iteration is repeated endlessly; position p is sample number p of the repetition. Step
+# s covers the positions [s*G, (s+1)*G) for global batch size G. So the committed step gives the position,
+# and no position is saved. A replica reads the whole global batch of a step, because it may inherit any
+# part of it.
+#
+# A replica that joins, or a job that goes back to an earlier state, must get to its position. A data set
+# with ``iterate_from(position)`` gives an iterator that begins there. Other data sets are read up to the
+# position.
+
+
+class IterableStream:
+    """Samples of an iterable data set by position. A read at an earlier position starts a new iteration."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._from = getattr(dataset, "iterate_from", None)
+        self._iterator: Iterator[Any] | None = None
+        self._number = 0  # of the iteration
+        self._next = 0  # the position that the iterator gives next
+        self._kept: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def read(self, first: int, positions: list[int]) -> list[Any]:
+        """Return the samples at ``positions``, and forget those before ``first``; safe from any thread."""
+        with self._lock:
+            for position in [p for p in self._kept if p < first]:
+                del self._kept[position]
+            if any(p not in self._kept and p < self._next for p in positions) or self._iterator is None:
+                self._begin(first)
+            while self._next <= max(positions):
+                sample = self._draw()
+                if self._next >= first:
+                    self._kept[self._next] = sample
+                self._next += 1
+            return [self._kept[p] for p in positions]
+
+    def _begin(self, first: int) -> None:
+        self._kept.clear()
+        if self._from is not None:
+            self._iterator, self._next = iter(self._from(first)), first
+        else:
+            self._iterator, self._next = self._iterate(0), 0
+
+    def _iterate(self, number: int) -> Iterator[Any]:
+        self._number = number
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(number)
+        return iter(self._dataset)
+
+    def _draw(self) -> Any:
+        """Return the next sample; after the last comes the first."""
+        assert self._iterator is not None
+        for sample in self._iterator:
+            return sample
+        if self._from is not None:
+            raise FabricError(
+                f"iterate_from ended before position {self._next}: it must go on for ever (begin again after "
+                "the last sample)"
+            )
+        self._iterator = self._iterate(self._number + 1)
+        for sample in self._iterator:
+            return sample
+        raise ConfigError("the data set is empty: its iteration gives no sample")
+
+
+Collate = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(slots=True)
+class IndexFetcher:
+    """Reads micro-batches of a data set with an index. ``items``: their indices, or positions of a stream.
+
+    A data set with ``set_epoch`` is told the number of each pass. ``StreamFetcher`` has the same methods.
+    """
+
+    dataset: Any
+    collate: Collate
+    seed: int
+    batched: bool = False  # the one item of a micro-batch is a list of indices, of a batch sampler
+    pass_of: Callable[[int, int], int] | None = None  # if the data set has ``set_epoch``
+    _pass: int = -1  # that the data set was told last
+
+    def read(self, step: int, items: Sequence[Any]) -> Any:
+        """Return the collated micro-batch of these items."""
+        indices = items[0] if self.batched else items
+        together = getattr(self.dataset, "__getitems__", None)
+        return self.collate(together(indices) if together else [self.dataset[i] for i in indices])
+
+    def count(self, items: Sequence[Any]) -> int:
+        """Return the number of samples."""
+        return sum(len(batch) for batch in items) if self.batched else len(items)
+
+    def seeded(self, step: int, micro_batch: int, items: Sequence[Any]) -> Any:
+        """Seed every generator first, so that the micro-batch is the same on every replica."""
+        if self.pass_of is not None and self._pass != (number := self.pass_of(step, micro_batch)):
+            self._pass = number
+            seed_everything(self.seed, number, -1)  # the same draws on replicas that begin it elsewhere
+            self.dataset.set_epoch(number)
+        seed_everything(self.seed, step, micro_batch)
+        return self.read(step, items)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFetcher:
+    """Reads a stream by position."""
+
+    stream: IterableStream
+    collate: Collate
+    seed: int
+    global_batch_size: int
+
+    def read(self, step: int, items: Sequence[Any]) -> Any:
+        # Keep the samples of the previous step: this member may still inherit a part of that step.
+        first = max(0, step - 1) * self.global_batch_size
+        return self.collate(self.stream.read(first, list(items)))
+
+    def count(self, items: Sequence[Any]) -> int:
+        return len(items)
+
+    def seeded(self, step: int, micro_batch: int, items: Sequence[Any]) -> Any:
+        seed_everything(self.seed, step, micro_batch)
+        return self.read(step, items)
+
+
+Fetcher = IndexFetcher | StreamFetcher
 
 # Worker processes that read micro-batches ahead: those of torch's DataLoader.
 #
@@ -35,22 +165,6 @@ from fabric.runtime.system_calls import die_with
 
 
 Key = tuple[int, int]  # step and micro-batch
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """How batches are read ahead. Except ``workers`` they are those of torch's DataLoader."""
-
-    workers: str = "processes"  # or "threads", which share the data set
-    worker_init_fn: Callable[[int], None] | None = None
-    prefetch_factor: int | None = None
-    multiprocessing_context: Any = None
-    pin_memory: bool = False
-    timeout: float = 0
-
-    def __post_init__(self) -> None:
-        if self.workers not in ("processes", "threads"):
-            raise ConfigError(f'workers is "{self.workers}": it must be "processes" or "threads"')
 
 
 class _Requests(Sampler[Any]):
@@ -151,7 +265,7 @@ class WorkerProcesses:
         fetcher: IndexFetcher,
         items: Callable[[int, int], Sequence[Any]],
         count: int,
-        options: WorkerOptions,
+        options: "LoaderOptions",
         replica: str,
         steps_to_try: int,
     ) -> None:
@@ -274,12 +388,17 @@ class ReadingThreads:
 
 
 Workers = WorkerProcesses | ReadingThreads
-ON_LOSS = ("wait", "shrink", "stop")
+_CHOICES = {
+    "policy": ("constant", "shrink"),
+    "on_poison": ("stop", "skip"),
+    "on_loss": ("wait", "shrink", "stop"),
+    "workers": ("processes", "threads"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """How the batch is shared out, as given to ``session.loader``.
+    """How the batch is shared out and read ahead, as given to ``session.loader``.
 
     ``policy``: "constant" or "shrink". ``redundancy``: how many replicas can read each shard of the data; 0:
     all. ``data_slot``: this replica's shard under ``redundancy`` (default: the number at the end of its id;
@@ -301,15 +420,18 @@ class LoaderOptions:
     batch_sampler: Any = None
     generator: Any = None
     epoch_end: str = "continue"
-    reading: WorkerOptions = field(default_factory=WorkerOptions)
+    workers: str = "processes"  # or "threads", which share the data set; the others are those of a DataLoader
+    worker_init_fn: Callable[[int], None] | None = None
+    prefetch_factor: int | None = None
+    multiprocessing_context: Any = None
+    pin_memory: bool = False
+    timeout: float = 0
 
     def __post_init__(self) -> None:
-        if self.policy not in ("constant", "shrink"):
-            raise ConfigError(f'policy is "{self.policy}": it must be "constant" or "shrink"')
-        if self.on_poison not in ("stop", "skip"):
-            raise ConfigError(f'on_poison is "{self.on_poison}": it must be "stop" or "skip"')
-        if self.on_loss not in ON_LOSS:
-            raise ConfigError(f'on_loss is "{self.on_loss}": it must be "wait", "shrink" or "stop"')
+        for name, choices in _CHOICES.items():
+            if (given := getattr(self, name)) not in choices:
+                *others, last = (f'"{x}"' for x in choices)
+                raise ConfigError(f'{name} is "{given}": it must be {", ".join(others)} or {last}')
         if self.on_loss != "wait" and self.redundancy == 0:
             raise ConfigError("on_loss goes with redundancy: without it every replica can read every shard")
         if self.redundancy < 0 or (self.data_slot is not None and self.redundancy == 0):
@@ -337,14 +459,11 @@ class LoaderOptions:
 
 def parse_options(given: dict[str, Any]) -> LoaderOptions:
     """Check the arguments of ``session.loader`` besides the sizes. Raises ConfigError for an unknown one."""
-    options = [f.name for f in fields(LoaderOptions) if f.name != "reading"]
-    reading = [f.name for f in fields(WorkerOptions)]
-    unknown = sorted(set(given) - set(options) - set(reading))
+    names = [f.name for f in fields(LoaderOptions)]
+    unknown = sorted(set(given) - set(names))
     if unknown:
-        names = ", ".join([*options, *reading])
-        raise ConfigError(f"session.loader knows no {unknown[0]}: its options are {names}")
-    reads = WorkerOptions(**{name: value for name, value in given.items() if name in reading})
-    return LoaderOptions(**{k: v for k, v in given.items() if k in options}, reading=reads)
+        raise ConfigError(f"session.loader knows no {unknown[0]}: its options are {', '.join(names)}")
+    return LoaderOptions(**given)
 
 
 def describe_sharing(sharing: Sharing) -> dict[str, Any]:
@@ -466,18 +585,6 @@ class Loader:
         if member is not None and self.plan.shards:
             self.data_slot = member.data_slot
 
-    @property
-    def layout(self) -> str:
-        """How the shards are placed on the replicas.
-
-        "all": every replica reads all data. "golomb": any two shards share at most one reader. "consecutive":
-        the job has too few replicas for "golomb".
-        """
-        if not self.plan.shards:
-            return "all"
-        offsets = best_offsets(self.plan.shards, self.sharing.readers)
-        return "golomb" if has_distinct_differences(self.plan.shards, offsets) else "consecutive"
-
     def begin_step(self, step: int) -> None:
         """Check at each pass that the data set has the size of the plan. Raises ConfigError."""
         plan = self.plan
@@ -536,41 +643,33 @@ def check_size(name: str, size: int, planned: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DataReader:
-    """The replica that reads the data, as the loader needs it."""
-
-    replica: str
-    replicas: int  # number of replicas with which the job starts
-    rack: str = ""  # name of the rack of the replica's host
-
-
 def make_loader(
     dataset: Any,
     sizes: tuple[int, int, int],
     collate_fn: Callable[[Sequence[Any]], Any] | None,
     num_workers: int,
     options: LoaderOptions,
-    reader: DataReader,
+    settings: Settings,
     part: SampleSlice | None = None,
 ) -> Loader:
     """Make the loader of one rank. Raises ConfigError for sizes and options that do not fit.
 
-    ``sizes``: global batch, micro-batch and seed. ``part``: this rank's slice of a micro-batch.
+    ``sizes``: global batch, micro-batch and seed. ``settings``: those of the replica that reads the data.
+    ``part``: this rank's slice of a micro-batch.
     """
-    streams = is_stream(dataset)
+    streams, replicas = is_stream(dataset), parse_replicas(settings.replicas)[1]  # that the job starts with
     if streams and options.redundancy:
         raise ConfigError("redundancy is for data sets with len() and an index, not for iterable ones")
-    shards = reader.replicas if options.redundancy else 0
+    shards = replicas if options.redundancy else 0
     order = options.order(dataset, sizes[2])
     size = order.size if order is not None else 0 if streams else len(dataset)
     plan = SamplePlan(size, *sizes, shards, streams, options.epoch_end, order)
     data_slot = -1
-    if options.redundancy and (options.data_slot is not None or not reader.rack):
-        data_slot = data_slot_of(reader.replica, reader.replicas, options.data_slot)
+    if options.redundancy and (options.data_slot is not None or not settings.rack):
+        data_slot = data_slot_of(settings.replica, replicas, options.data_slot)
     fetcher = _fetcher(dataset, plan, collate_fn or collate, options)
-    loader = Loader(fetcher, plan, options.sharing(reader.replicas), data_slot, options.scale_lr, part)
-    loader.workers = _workers(loader, num_workers, options.reading, reader.replica)
+    loader = Loader(fetcher, plan, options.sharing(replicas), data_slot, options.scale_lr, part)
+    loader.workers = _workers(loader, num_workers, options, settings.replica)
     return loader
 
 
@@ -601,7 +700,7 @@ def _fetcher(dataset: Any, plan: SamplePlan, collate_fn: Collate, options: Loade
     return IndexFetcher(dataset, collate_fn, plan.seed, batched, pass_of)
 
 
-def _workers(loader: Loader, count: int, options: WorkerOptions, replica: str) -> Workers | None:
+def _workers(loader: Loader, count: int, options: LoaderOptions, replica: str) -> Workers | None:
     if not count:
         return None
     fetcher = loader.fetcher

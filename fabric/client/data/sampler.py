@@ -28,10 +28,8 @@ import torch
 from torch.utils.data import BatchSampler
 
 from fabric.client.data.loader import data_slot_of
-from fabric.client.data.orders import SamplerOrder
-from fabric.client.data.sample_plan import sample_indices
+from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
 from fabric.errors import ConfigError, FabricError
-from fabric.protocol.rules.assignment import cut
 from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas
 
@@ -88,10 +86,11 @@ class StepSampler(torch.utils.data.Sampler[int]):
         if seed < 0:
             raise ConfigError("the seed must not be negative")
         self.size, self.global_batch_size, self.seed = size, global_batch_size, seed
-        self._given_order = _order_of(sampler, seed, size) if sampler is not None else None
-        self.steps_per_pass = size // global_batch_size
+        order = _order_of(sampler, seed, size) if sampler is not None else None
         self.per_step = global_batch_size // data_slots
-        self._range = cut(global_batch_size, [1] * data_slots)[self.part.data_slot]
+        # A micro-batch of the plan is the part of a data slot.
+        self._plan = SamplePlan(size, global_batch_size, self.per_step, seed, epoch_end="drop", order=order)
+        self.steps_per_pass = self._plan.steps_per_pass
         self._step_of_job: Callable[[], int] | None = None
         self._drawn: deque[int] = deque()  # steps of drawn samples that are not exchanged yet
         # With FABRIC_DISABLE=1: the next iteration's first step, if the loop's batches are not whole steps.
@@ -156,13 +155,7 @@ class StepSampler(torch.utils.data.Sampler[int]):
 
     def indices(self, step: int) -> list[int]:
         """Return the data set indices of this data slot's part of ``step``."""
-        number, within = divmod(step, self.steps_per_pass)
-        start = number * self.size + within * self.global_batch_size
-        if self._given_order is not None:
-            batch = [int(i) for i in self._given_order.items(range(start, start + self.global_batch_size))]
-        else:
-            batch = sample_indices(self.size, self.seed, start, self.global_batch_size)
-        return batch[self._range.start : self._range.stop]
+        return [int(i) for i in self._plan.items(step, self.part.data_slot)]
 
     def take(self, step: int) -> bool:
         """Return whether the oldest batches that the loop drew are those of ``step``, which it exchanges now.
@@ -194,7 +187,7 @@ class StepSampler(torch.utils.data.Sampler[int]):
 
     def describe(self) -> dict[str, Any]:
         """Describe the sampler for the journal."""
-        order = {} if self._given_order is None else {"order": self._given_order.digest}
+        order = {} if self._plan.order is None else {"order": self._plan.order.digest}
         return order | {
             "policy": "shrink",
             "sampler": 1,

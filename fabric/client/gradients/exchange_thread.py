@@ -9,7 +9,8 @@ sum stays in ``.grad``: it is neither copied nor digested.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -134,7 +135,7 @@ class ExchangeThread:
         ``retain``: keep the local gradient until the commit. On a device the gradient is always kept.
         """
         self.retain = retain or not isinstance(backend, HostBackend)
-        self._backend = backend
+        self.backend = backend
         self.lanes: LaneDirectory | None = None  # set where replicas may have unequal layouts
         self._check_finite = check_finite
         self._plane = plane
@@ -198,10 +199,6 @@ class ExchangeThread:
         self.seconds, self.waiting_s, self.sending_s = 0.0, {}, {}
         return times
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply this rank's gradients by ``factor`` in every exchange."""
-        self._gradients.scale = factor
-
     def abort(self, epoch: int, why: str) -> None:
         """End the round's wait for gradients that backward computes. The plane ends all other waits."""
         newest, stream = self._newest
@@ -233,14 +230,14 @@ class ExchangeThread:
         try:
             slot = self._slots.for_round(epoch, step)
             buffer = slot.buffer
-            with self._backend.round(buffer) as flat:
+            with self.backend.round(buffer) as flat:
                 if lanes is None:
                     digest = self._exchange(order, stream, flat, entry)
                 else:
                     digest = self._exchange_lanes(order, stream, flat, entry)
-                    slot.bytes_digest = self._backend.digest()
+                    slot.bytes_digest = self.backend.digest()
                 slot.absent = self._gradients.absent(flat)
-                slot.copied = self._backend.copy_out(buffer)
+                slot.copied = self.backend.copy_out(buffer)
                 nonfinite = self._gradients.first_nonfinite(flat) if self._check_finite else ""
             self.recorder.end(entry)
         except RoundAborted as error:
@@ -278,16 +275,16 @@ class ExchangeThread:
     ) -> str:
         """Reduce all buckets in ``flat``, and return the digest of the result."""
         if order.weight == 0:
-            self._backend.run(flat.zero_)
+            self.backend.run(flat.zero_)
         for bucket in self._gradients.buckets:
             if stream is not None:
                 stream.wait(bucket)
             if self._gradients.is_exchanged(bucket, order.step):
                 self._reduce(order, bucket, flat, entry)
             else:
-                self._backend.run(flat[bucket.gap : bucket.end].zero_)
-            self._backend.reduced(bucket)
-        return self._backend.digest()
+                self.backend.run(flat[bucket.gap : bucket.end].zero_)
+            self.backend.reduced(bucket)
+        return self.backend.digest()
 
     def _exchange_lanes(
         self,
@@ -298,7 +295,7 @@ class ExchangeThread:
     ) -> str:
         """Reduce this rank's lanes; return the digest: the name of the layouts, then the sum of the lanes'
         digests. The sum over all ranks of a replica has each lane once."""
-        plane, epoch, run = self._plane, order.fence.epoch, self._backend.run
+        plane, epoch, run = self._plane, order.fence.epoch, self.backend.run
         assert self.lanes is not None and isinstance(plane, LanePlane)
         if order.weight == 0:
             run(flat.zero_)
@@ -314,26 +311,18 @@ class ExchangeThread:
             # Gather all lanes before the first result is written: a piece with copies lies in several lanes.
             run(partial(lanes.rank_lanes.gather, section, flat, part))
         for section, part in zip(sections, parts, strict=True):
-            started = time.monotonic()
-            try:
+            with self._reducing(entry):
                 plane.reduce_lane(section.lane, epoch, order.step, part)
-            finally:
-                seconds = time.monotonic() - started
-                self.seconds += seconds
-                entry.reduce_s += seconds
-            entry.buckets += 1
-            self._note_peers()
-            self._backend.digest_part(part, section.lane)
+            self.backend.digest_part(part, section.lane)
             run(partial(lanes.rank_lanes.scatter, section, part, flat))
-        return f"{lanes.name}{self._backend.parts_digest():016x}"
+        return f"{lanes.name}{self.backend.parts_digest():016x}"
 
     def _reduce(
         self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor, entry: ExchangeEntry
     ) -> None:
-        started = time.monotonic()
-        try:
+        with self._reducing(entry):
             if order.weight > 0:
-                self._backend.run(lambda: self._gather(order, bucket, flat))
+                self.backend.run(lambda: self._gather(order, bucket, flat))
                 self._free(bucket)
             # The result is stable: later rounds write to the slot only after two more commits, or after an
             # abort.
@@ -344,15 +333,18 @@ class ExchangeThread:
                 retain_gradients=False,
                 result_is_stable=True,
             )
+
+    @contextmanager
+    def _reducing(self, entry: ExchangeEntry) -> Iterator[None]:
+        """Count the time of a reduction, and add its times by peer to the step's."""
+        started = time.monotonic()
+        try:
+            yield
         finally:
             seconds = time.monotonic() - started
             self.seconds += seconds
             entry.reduce_s += seconds
         entry.buckets += 1
-        self._note_peers()
-
-    def _note_peers(self) -> None:
-        """Add the newest exchange's times by peer to the step's."""
         for total, newest in (
             (self.waiting_s, self._plane.waiting_s),
             (self.sending_s, self._plane.sending_s),

@@ -1,4 +1,4 @@
-"""Tensors that forward changes, carried with the gradients: averaged by weight, or those of one member.
+"""Values that travel with the gradients: tensors that forward changes, and states of each replica's own.
 
 All members begin a step with equal buffers; forward passes then change each member's copy. Every such buffer
 has a stand-in parameter, whose "gradient" is published, replayed and digested like any gradient. When a
@@ -15,19 +15,221 @@ Each rank of a replica has such buffers. Where replicas may have unequal layouts
 take the mean of their contributions. So all ranks of all replicas get the same average, in any layout.
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 
-from fabric.client.gradients.buffer_choices import BufferChoices, exact_values, write_exact
-from fabric.client.gradients.carried_attributes import CarriedAttributes
+from fabric.ckpt_server.state.training_state import capture, restore
+from fabric.client.data.loader import data_slot_of
+from fabric.client.gradients.carried_attributes import CarriedAttributes, read_attributes
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.model import Record, first_of
 from fabric.protocol.rules.lanes import ReplicaLayout
+from fabric.runtime.config import Settings, parse_replicas
+
+# The user's choice for each tensor that forward changes: ``attach(..., buffers=)``.
+#
+# Such a tensor is a buffer, or a frozen parameter such as MoCo's second encoder. ``average`` is right for
+# running means and counters. ``first`` takes the value of one member, as DistributedDataParallel does: it is
+# right for queues, their pointers, codebooks, and the vectors of a power iteration. ``ignore`` keeps a value
+# on each replica.
+#
+# The modules of torch whose buffers forward changes are known here. Where one choice is plainly right, that
+# is the default. Tensors that nobody has named are found at the first forward, see ``BufferWatch``.
+
+
+_DIRECT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16)
+_HALF_BITS = 32
+
+
+def has_exact_values(tensor: torch.Tensor) -> bool:
+    """Whether ``exact_values`` knows the type of ``tensor``."""
+    types = (*_DIRECT, *_SMALL, torch.int32, torch.int64, torch.complex64, torch.complex128)
+    return (tensor.dtype in types or tensor.dtype.itemsize == 1) and tensor.layout == torch.strided
+
+
+def exact_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``tensor`` as floating numbers, from which ``write_exact`` restores each bit."""
+    if tensor.dtype in _DIRECT:
+        return tensor.clone()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).clone()
+    if tensor.dtype == torch.int64:
+        high = tensor >> _HALF_BITS
+        return torch.stack([high, tensor - (high << _HALF_BITS)]).double()
+    if tensor.dtype in _SMALL or tensor.dtype == torch.int32:
+        return tensor.to(torch.float64 if tensor.dtype == torch.int32 else torch.float32)
+    return tensor.contiguous().view(torch.uint8).float()  # the bits of floating types of 8 bits
+
+
+def write_exact(values: torch.Tensor, into: torch.Tensor) -> None:
+    """Write what ``exact_values`` has returned into a tensor of the type that it came from."""
+    if into.dtype == torch.int64:
+        halves = values.long()
+        into.copy_((halves[0] << _HALF_BITS) + halves[1])
+    elif into.is_complex():
+        into.copy_(torch.view_as_complex(values.contiguous()))
+    elif into.dtype in (*_DIRECT, *_SMALL, torch.int32):
+        into.copy_(values)
+    else:
+        into.copy_(values.to(torch.uint8).view(into.dtype))
+
+
+CHOICES = ("average", "first", "ignore")
+Buffers = str | Mapping[str, str]  # a choice for all statistics, or choices by pattern of a name
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_OBSERVERS = ("ObserverBase", "FakeQuantizeBase")  # of torch.ao.quantization, which is slow to import
+_NEVER_AVERAGED = (torch.float16, torch.bfloat16, torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferChoices:
+    """The choice for each tensor that forward changes, by its name in the model's state."""
+
+    carried: Mapping[str, str]  # name -> "average" or "first"; a tensor with several names has one here
+    local: frozenset[str]  # all names of the tensors that stay on each replica
+    named: frozenset[str]  # all names of the tensors for which there is a choice
+
+
+def changing_buffers(model: torch.nn.Module) -> list[str]:
+    """Return the names of running statistics, as normalisation layers have them."""
+    return [name for name, _ in model.named_buffers() if _is_statistic(name)]
+
+
+def default_buffers(model: torch.nn.Module) -> str:
+    """Return the choice for a script that cannot make one: statistics are averaged."""
+    return "average" if changing_buffers(model) else "refuse"
+
+
+def choose_buffers(model: torch.nn.Module, wanted: Buffers) -> BufferChoices:
+    """Return the choice for each tensor of ``model``. Raises ConfigError."""
+    patterns = {} if isinstance(wanted, str) else dict(wanted)
+    check_choices(wanted)
+    kinds = _kinds(model)
+    carried: dict[str, str] = {}
+    local: set[str] = set()
+    named: set[str] = set()
+    used: set[str] = set()
+    for names, tensor in _tensors(model):
+        kind = next((kinds[name] for name in names if name in kinds), "")
+        pattern = next((p for p in patterns if any(fnmatchcase(name, p) for name in names)), None)
+        used.update(p for p in patterns if any(fnmatchcase(name, p) for name in names))
+        if pattern is not None:
+            choice = patterns[pattern]
+        elif not kind:
+            continue
+        elif kind == "statistics" and (wanted == "refuse" or not isinstance(wanted, str)):
+            raise _refusal(names[0])
+        else:
+            choice = str(wanted) if kind == "statistics" or wanted in ("ignore", "first") else "first"
+        named.update(names)
+        if choice == "ignore":
+            local.update(names)
+        else:
+            _check(names[0], tensor, choice)
+            carried[names[0]] = choice
+    for attribute in read_attributes(model) if "ignore" in patterns.values() else ():
+        pattern = next((p for p in patterns if fnmatchcase(attribute.full_name, p)), "")
+        if patterns.get(pattern) == "ignore":
+            named.add(attribute.full_name)
+            used.add(pattern)
+    unused = next((p for p in patterns if p not in used), None)
+    if unused is not None:
+        raise ConfigError(
+            f"buffers has the pattern {unused!r}, and no buffer and no frozen parameter of the model has "
+            "such a name: give names as model.named_buffers() shows them, with * for any characters"
+        )
+    return BufferChoices(carried, frozenset(local), frozenset(named))
+
+
+def check_choices(wanted: Buffers) -> None:
+    """Raise ConfigError for a choice that does not exist."""
+    given = (
+        [("buffers", wanted)]
+        if isinstance(wanted, str)
+        else [(f"buffers[{p!r}]", c) for p, c in wanted.items()]
+    )
+    for place, choice in given:
+        if choice not in CHOICES and not (place == "buffers" and choice == "refuse"):
+            raise ConfigError(
+                f'{place} is {choice!r}: it must be "average", "first" or "ignore", for all statistics, or '
+                'by pattern as {"*.queue": "first"}'
+            )
+
+
+def _is_statistic(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] in _STATISTICS
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """Yield each buffer and each frozen parameter with all its names."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in [
+        *model.named_buffers(remove_duplicate=False),
+        *model.named_parameters(remove_duplicate=False),
+    ]:
+        if not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    for key, tensor in tensors.items():
+        yield names[key], tensor
+
+
+def _kinds(model: torch.nn.Module) -> dict[str, str]:
+    """Return the kind of each buffer of torch's modules that forward changes, by name."""
+    kinds = {
+        name: "statistics" for name, _ in model.named_buffers(remove_duplicate=False) if _is_statistic(name)
+    }
+    for place, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{place}." if place else ""
+        bases = {base.__name__ for base in type(module).__mro__}
+        own: list[str] = []
+        if bases.intersection(_OBSERVERS):
+            own += [name for name, _ in module.named_buffers(recurse=False)]
+        if "_SpectralNorm" in bases:  # torch.nn.utils.parametrizations.spectral_norm
+            own += ["_u", "_v"]
+        for hook in module._forward_pre_hooks.values():  # noqa: SLF001
+            if type(hook).__name__ == "SpectralNorm":  # torch.nn.utils.spectral_norm
+                own += [f"{hook.name}_u", f"{hook.name}_v"]
+        kinds |= {prefix + name: "vectors" for name in own}
+    return kinds
+
+
+def _refusal(name: str) -> ConfigError:
+    return ConfigError(
+        f"forward changes the buffer {name!r} differently on every replica: pass "
+        'buffers="average" to share their average, buffers="ignore" to keep them local, or use a layer '
+        "without running statistics"
+    )
+
+
+def _check(name: str, tensor: torch.Tensor, choice: str) -> None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if choice == "average" and (tensor.dtype in _NEVER_AVERAGED or tensor.is_complex()):
+        raise ConfigError(
+            f"the buffer {name!r} is {dtype}, which has no exact average: keep it in float32 or float64, or "
+            f'choose buffers={{"{name}": "first"}}'
+        )
+    if not tensor.numel():
+        raise ConfigError(
+            f"the buffer {name!r} has no element yet, and forward gives it its shape: call the model once "
+            f'before its training, or choose buffers={{"{name}": "ignore"}}'
+        )
+    if not has_exact_values(tensor):
+        raise ConfigError(
+            f'the buffer {name!r} is {dtype}, which fabric cannot send: choose buffers={{"{name}": "ignore"}}'
+        )
+
 
 _SAMPLED = 4096  # elements that are compared of a large tensor
 _NAMED = 3  # tensors that a sentence names
@@ -342,3 +544,134 @@ class ForwardBuffers:
             x.tensor.copy_(x.before)
             x.stand_in.grad = None
         self._weight = 0.0
+
+
+# State of each replica's own, such as its data loader's: ``attach(..., local_state=)``.
+#
+# The states travel with the gradients. A stand-in parameter has a row of bytes for each data slot. In a step
+# a replica fills the row of its slot, and the sum over the replicas has the rows of all. So a step commits
+# its gradient and its states together, and a replay of the gradient brings the states too. The rows are part
+# of the shared state, where a replica that takes a slot over finds the slot's newest state.
+#
+# A state is compressed. Each number of the stand-in parameter carries two bytes of it. 65,535 survives the
+# division by the weight and the multiplication after it.
+
+
+# Bytes of a row: for a state with up to _WORKERS loader workers, and for each worker beyond.
+ROW_BYTES, WORKER_BYTES, _WORKERS = 64 * 1024, 16 * 1024, 4
+_LENGTH_BYTES = 4
+_MOST_BYTES = 1 << 26  # of a state that is not compressed
+_STATES = "local_state"  # among the objects of the shared state
+
+
+class ReplicaStates:
+    """The states of ``objects`` in data slot ``slot`` of ``slots``. Without objects it does nothing."""
+
+    def __init__(self, objects: Mapping[str, Any], slot: int, slots: int, device: torch.device) -> None:
+        for name, value in objects.items():
+            if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
+                raise ConfigError(
+                    f"local_state[{name!r}] is a {type(value).__name__} without state_dict and "
+                    "load_state_dict: give an object that has both"
+                )
+        self.handed_over = 0  # how many times a state of the job was loaded into the objects
+        self._objects = dict(objects)
+        self._slot = slot
+        workers = sum(max(0, int(getattr(x, "num_workers", 0)) - _WORKERS) for x in objects.values())
+        self._row_bytes = _LENGTH_BYTES + ROW_BYTES + WORKER_BYTES * workers
+        self._rows = torch.zeros(slots if objects else 0, self._row_bytes, dtype=torch.uint8, device="cpu")
+        numbers = torch.zeros(len(self._rows), self._row_bytes // 2, dtype=torch.float32, device=device)
+        stand_in = torch.nn.Parameter(numbers)
+        self.stand_ins = [(_STATES, stand_in)] if objects else []
+
+    @classmethod
+    def of(cls, settings: Settings, objects: Mapping[str, Any], device: torch.device) -> "ReplicaStates":
+        """Return the states of the replica that ``settings`` name. Raises ConfigError."""
+        replicas = parse_replicas(settings.replicas)[1]
+        if objects and settings.unequal:
+            raise ConfigError(
+                "local_state does not go with FABRIC_UNEQUAL: turn it off, or leave local_state out"
+            )
+        slot = data_slot_of(settings.replica, replicas, None) if objects else 0
+        return cls(objects, slot, replicas, device)
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """This object by its name in the shared state; empty without objects."""
+        return {_STATES: self} if self._objects else {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the newest committed state of every slot."""
+        return {"rows": self._rows}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over the job's states, and load that of this replica's slot into the objects."""
+        self._rows.copy_(state["rows"])
+        self.hand_over()
+
+    def contribute(self) -> None:
+        """Put the objects' states, as they are now, into the exchange. Raises ConfigError if too large."""
+        for _, stand_in in self.stand_ins:
+            content = _content(self._objects, self._row_bytes)
+            numbers = torch.from_numpy(np.frombuffer(content, "<u2").astype(np.float32))
+            stand_in.grad = torch.zeros_like(stand_in)
+            stand_in.grad[self._slot, : len(numbers)] = numbers.to(stand_in.device)
+
+    def commit(self, total_weight: float) -> None:
+        """Take the rows of the replicas that contributed to the committed step; the others stay."""
+        for _, stand_in in self.stand_ins:
+            assert stand_in.grad is not None
+            # The gradient is the sum over the replicas, divided by the weight.
+            numbers = torch.round(stand_in.grad * total_weight).to("cpu", torch.int32).numpy()
+            rows = torch.from_numpy(numbers.astype("<u2").view(np.uint8))
+            stand_in.grad = None
+            filled = (rows[:, :_LENGTH_BYTES] != 0).any(dim=1)
+            self._rows[filled] = rows[filled]
+
+    def drop(self) -> None:
+        """Keep the rows as they are: nothing of this step is committed."""
+        for _, stand_in in self.stand_ins:
+            stand_in.grad = None
+
+    def hand_over(self) -> None:
+        """Load the state of this replica's slot into the objects: it has no part in the newest step."""
+        if not self._objects:
+            return
+        row = self._rows[self._slot].numpy().tobytes()
+        length = int.from_bytes(row[:_LENGTH_BYTES], "little")
+        if length:
+            packed = row[_LENGTH_BYTES : _LENGTH_BYTES + length]
+            content = zlib.decompressobj().decompress(packed, _MOST_BYTES)
+            restore(memoryview(bytearray(content)), self._objects)
+        self.handed_over += 1
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of ``loader``, pass after pass. After a hand-over go on from its place."""
+        if not self._objects:
+            raise ConfigError(
+                "session.batches goes through a loader of attach(..., local_state=), and none is given: give "
+                'attach local_state={"data": loader}, so that a replica that joins repeats no sample'
+            )
+        while True:
+            handed_over, drawn = self.handed_over, iter(loader)
+            while self.handed_over == handed_over:
+                try:
+                    batch = next(drawn)
+                except StopIteration:
+                    break
+                yield batch
+
+
+def _content(objects: Mapping[str, Any], row_bytes: int) -> bytes:
+    """Return the objects' states with their length in front, an even number of bytes."""
+    view = capture(objects, 0)
+    parts = [tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in view.tensors]
+    content = b"".join([view.header, *parts])
+    packed = zlib.compress(content, 1)
+    if len(packed) + _LENGTH_BYTES > row_bytes or len(content) > _MOST_BYTES:
+        raise ConfigError(
+            f"local_state has {len(packed)} bytes after compression, and {row_bytes - _LENGTH_BYTES} fit: "
+            "leave out what every replica can compute, such as samples in a shuffle buffer"
+        )
+    framed = len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
+    return framed + bytes(len(framed) % 2)

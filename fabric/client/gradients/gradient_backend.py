@@ -13,7 +13,7 @@ memory of their own, and scattered back.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,8 +83,16 @@ class DeviceDigest:
 _LEAST_CHUNK_BYTES = 64 * 1024
 
 
-class GradientBackend(Protocol):
-    """The operations that exchange and session need, on either kind of memory."""
+class HostBackend:
+    """Gradients in host memory are reduced in the slot itself.
+
+    ``DeviceBackend`` has the same methods. Where they name no other thread, the exchange thread calls them.
+    """
+
+    def __init__(self) -> None:
+        self._slot = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._hash, self._digested = xxhash.xxh3_128(), 0  # of the slot's first ``_digested`` bytes
+        self._parts = 0  # sum of the digests of lanes
 
     def mark_ready(self) -> None:
         """Note that all work on the gradients, and all uses of the newest result, are enqueued.
@@ -94,72 +102,25 @@ class GradientBackend(Protocol):
 
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Exchange thread: yield the flat buffer to gather into and reduce in. ``slot`` is the round's result
-        slot."""
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Exchange thread, within a round: run torch operations on gradients and the flat buffer."""
-
-    def reduced(self, bucket: Bucket) -> None:
-        """Exchange thread, within a round: note that ``bucket`` of the flat buffer has its result."""
-
-    def digest(self) -> str:
-        """Exchange thread, at the end of a round: return the digest of the result, 32 hex digits."""
-
-    def digest_part(self, part: torch.Tensor, seed: int) -> None:
-        """Exchange thread, within a round: digest the result of a lane; ``seed`` tells lanes apart."""
-
-    def parts_digest(self) -> int:
-        """Exchange thread, at the end of a round: return the sum of the parts' digests, modulo 2**64."""
-
-    def copy_out(self, slot: torch.Tensor) -> CudaEvent | None:
-        """Exchange thread, after ``digest``: begin to copy the result to ``slot``.
-
-        Returns the event at which the slot holds the result; None: it does so now.
-        """
-
-    def digest_of(self, data: memoryview) -> str:
-        """From any thread: return the digest of a result in host memory."""
-
-    def scatter(
-        self,
-        gradients: FlatGradients,
-        slot: torch.Tensor,
-        weight: float,
-        absent: Collection[str] | None = None,
-    ) -> None:
-        """Main thread: write the gradient in ``slot``, divided by ``weight``, into every ``.grad``.
-
-        ``absent``: the parameters whose ``.grad`` becomes None; by default ``slot`` is complete, and says.
-        """
-
-
-class HostBackend:
-    """Gradients in host memory are reduced in the slot itself."""
-
-    def __init__(self) -> None:
-        self._slot = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._hash, self._digested = xxhash.xxh3_128(), 0  # of the slot's first ``_digested`` bytes
-        self._parts = 0  # sum of the digests of lanes
-
-    def mark_ready(self) -> None:
-        """See ``GradientBackend``."""
-
-    @contextmanager
-    def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the flat buffer to gather into and reduce in. ``slot`` is the round's result slot."""
         self._slot, self._hash, self._digested = slot, xxhash.xxh3_128(), 0
         self._parts = 0
         yield slot
 
     def run(self, work: Callable[[], object]) -> None:
+        """Run torch operations on gradients and the flat buffer."""
         work()
 
     def reduced(self, bucket: Bucket) -> None:
-        """Digest the bytes in their order, while other members work on the next bucket."""
+        """Note that ``bucket`` of the flat buffer has its result.
+
+        The bytes are digested in their order, while other members work on the next bucket.
+        """
         if bucket.gap == self._digested:
             self._update(bucket.end)
 
     def digest(self) -> str:
+        """Return, at the end of a round, the digest of the result: 32 hex digits."""
         self._update(self._slot.numel())
         return self._hash.hexdigest()
 
@@ -169,16 +130,22 @@ class HostBackend:
             self._digested = end
 
     def digest_part(self, part: torch.Tensor, seed: int) -> None:
+        """Digest the result of a lane; ``seed`` tells lanes apart."""
         self._parts += xxhash.xxh3_64_intdigest(part.view(torch.uint8).numpy().data, seed)
 
     def parts_digest(self) -> int:
+        """Return, at the end of a round, the sum of the parts' digests, modulo 2**64."""
         return self._parts % 2**64
 
     def copy_out(self, slot: torch.Tensor) -> CudaEvent | None:
-        """Nothing to copy."""
+        """Begin to copy the result to ``slot``, after ``digest``.
+
+        Returns the event at which the slot holds the result; None: it does so now.
+        """
         return None
 
     def digest_of(self, data: memoryview) -> str:
+        """Return the digest of a result in host memory; from any thread."""
         return bytes_digest(data)
 
     def scatter(
@@ -188,6 +155,10 @@ class HostBackend:
         weight: float,
         absent: Collection[str] | None = None,
     ) -> None:
+        """Write the gradient in ``slot``, divided by ``weight``, into every ``.grad``; on the main thread.
+
+        ``absent``: the parameters whose ``.grad`` becomes None; by default ``slot`` is complete, and says.
+        """
         gradients.scatter(slot, weight, absent)
 
 
@@ -226,7 +197,7 @@ class DeviceBackend:
             self._left = self._stream.record()
 
     def run(self, work: Callable[[], object]) -> None:
-        """See ``GradientBackend``. The work waits for the newest ``mark_ready``, so each bucket may have
+        """See ``HostBackend``. The work waits for the newest ``mark_ready``, so each bucket may have
         one."""
         if self._ready is not None:
             self._stream.wait(self._ready)
@@ -272,7 +243,7 @@ class DeviceBackend:
         weight: float,
         absent: Collection[str] | None = None,
     ) -> None:
-        """See ``GradientBackend``. A fetched gradient, or the gradient of an older round, is read from
+        """See ``HostBackend``. A fetched gradient, or the gradient of an older round, is read from
         ``slot``: a newcomer applies it while its next round already fills the flat buffer."""
         without = gradients.absent(slot) if absent is None else absent
         compute = self._device.compute()
@@ -284,6 +255,9 @@ class DeviceBackend:
                 compute.wait(self._copied)  # may fill this slot
             source = slot
         compute.run(lambda: gradients.scatter(source.to(self._flat.device), weight, without))
+
+
+GradientBackend = HostBackend | DeviceBackend
 
 
 def device_of(parameters: tuple[NamedParameter, ...]) -> torch.device:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, inside, made_from, names_read, stores
-from fabric.client.loop.optimizer_watch import OptimizerWatch, belongs
+from fabric.client.loop.unshared_objects import OptimizerWatch, belongs
 from fabric.client.loop.user_functions import (
     UserFunction,
     attributes_of,

@@ -1,25 +1,57 @@
-"""The shared state in this process: its digests, its snapshots, and when it may change.
+"""The shared state in this process: its step, its digests, its snapshots, and its updates.
 
 The state does not change between a step boundary and the next update, so it is digested and copied there.
 """
 
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
-from fabric.ckpt_server.state.content_digest import ContentDigests
-from fabric.ckpt_server.state.training_state import StateDescriber
+import torch
+
 from fabric.client.control.engine import Engine, EngineParts
+from fabric.client.data.randomness import UpdateRandomness
+from fabric.client.gradients.bucket_stream import StaleGradients
 from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.loop.loop_progress import LoopProgress
-from fabric.client.process.incarnation_lock import ProcessIdentity
-from fabric.client.state.small_entries import small_entries, tensor_entries
-from fabric.ftar.buckets import FlatGradients
-from fabric.model import SnapshotRef
+from fabric.client.state.mutation_guard import small_entries, tensor_entries
+from fabric.errors import SessionOver
+from fabric.model import DataPlan, SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import SnapshotDue
 from fabric.protocol.rules.divergence import Entries
-from fabric.runtime.config import Settings
 from fabric.runtime.priority import run_low_priority
+
+
+@dataclass(slots=True)
+class LoopProgress:
+    """The progress of the main thread through the loop: one per session, and only that thread writes it."""
+
+    state_step: int = 0  # number of committed optimizer steps in the state in memory
+    begin: int = -1  # the first step of the present call of ``session.steps``; -1: the loop makes none
+    until: int = sys.maxsize  # the step at which this call ends
+    news: DataPlan | None = None  # the data plan of this call, until the core knows it
+    bare: bool = False  # whether the newest step of the user's code has no micro-batch
+    source: str = ""  # where the loaded state came from
+    left: SessionOver | None = None  # the error with which this process left the job before its end
+    finished: bool = False  # whether the job is complete
+    behind: bool = False  # true from a load or a replayed step until this replica contributes again
+    at: tuple[int, int] | None = None  # the step and micro-batch that user code computes
+    metrics: dict[str, float] = field(default_factory=dict)  # the user's sums of this step
+    samples: dict[int, list[int]] = field(default_factory=dict)  # this step's samples by micro-batch
+    loads: int = 0  # how often this process has loaded a fetched state
+
+    def take_news(self) -> DataPlan | None:
+        """Return the data plan that the core does not know yet; None where it knows it."""
+        news, self.news = self.news, None
+        return news
+
+    def micro_batch(self) -> int:
+        """Return the micro-batch that user code computes, or -1."""
+        return self.at[1] if self.at is not None else -1
+
 
 _T = TypeVar("_T")
 
@@ -27,26 +59,16 @@ _T = TypeVar("_T")
 class LocalState:
     """Digests and snapshots of the shared state; only the main thread uses it."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        process: ProcessIdentity,
-        parts: EngineParts,
-        engine: Engine,
-        describer: StateDescriber,
-        gradients: FlatGradients,
-        progress: LoopProgress,
-        content: ContentDigests | None = None,
-    ) -> None:
-        self.describer = describer
-        self.gradients = gradients
+    def __init__(self, parts: EngineParts, engine: Engine, progress: LoopProgress) -> None:
+        self.describer = parts.describer
+        self.gradients = parts.gradients
         self.digest_wanted = True  # whether to digest at the next boundary
-        self._process = process
+        self._process = parts.process
         self._parts = parts
         self._engine = engine
         self._progress = progress
-        self._content = content  # digests that do not depend on the layout, for unequal layouts
-        self._digests = settings.reproducible and settings.digest_every > 0
+        self._content = parts.snapshots.content  # digests that do not depend on the layout of ranks
+        self._digests = parts.settings.reproducible and parts.settings.digest_every > 0
         self._digest_begun = False  # a digest was begun in the background and not taken yet
 
     # --- digests ----------------------------------------------------------------------------------
@@ -57,7 +79,7 @@ class LocalState:
 
         Not on a device, which needs little of the processor. Not if this replica's ranks would wait for it.
         """
-        return self._process.group is None and isinstance(self._parts.backend, HostBackend)
+        return self._process.group is None and isinstance(self._parts.exchange.backend, HostBackend)
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work``, run at low priority while no other member waits for this one."""
@@ -67,7 +89,7 @@ class LocalState:
     def digest(self) -> str:
         """Return the digest of the shared state as it is now."""
         view, content = self.describer.capture(self._progress.state_step), self._content
-        if content is None and not isinstance(self._parts.backend, HostBackend):
+        if content is None and not isinstance(self._parts.exchange.backend, HostBackend):
             return self._parts.snapshots.digest(view)
         return self.run(view.digest if content is None else lambda: content.of_view(view))
 
@@ -82,7 +104,7 @@ class LocalState:
     def note(self, digest: str) -> None:
         """Journal the state's digest, unless it is empty."""
         if digest:
-            lanes = self._parts.lanes
+            lanes = self._parts.exchange.lanes
             self._parts.journal.write(
                 "state",
                 generation=self._engine.generation,
@@ -117,7 +139,7 @@ class LocalState:
 
     def take_digest(self, step: int) -> io.Digested:
         """Return the digest of the state at ``step``: begun in the background, or computed now."""
-        digest = self._parts.snapshots.take_digest(step) if self._content is None else ""
+        digest = self._parts.snapshots.digests.take(step) if self._content is None else ""
         digest = digest or self.digest()
         self._digest_begun = False
         self.note(digest)
@@ -132,7 +154,7 @@ class LocalState:
         if self._process.group is not None or self._content is not None:
             return numbers
         step = self._progress.state_step
-        view = self._parts.snapshots.take_view(step) or self.describer.capture(step)
+        view = self._parts.snapshots.digests.take_view(step) or self.describer.capture(step)
         return (*numbers, *tensor_entries(self.describer.objects, view))
 
     def hand_over(self) -> int:
@@ -150,7 +172,7 @@ class LocalState:
         if self._digest_begun:
             # The other members committed the step without this digest. Journal it anyway.
             self._digest_begun = False
-            self.note(self._parts.snapshots.take_digest(self._progress.state_step))
+            self.note(self._parts.snapshots.digests.take(self._progress.state_step))
 
     def drop_gradient(self) -> None:
         """Drop the local gradient, and undo its changes to buffers and metrics."""
@@ -179,3 +201,87 @@ class LocalState:
         parts.points.hit("snapshot", step)
         state = SnapshotRef(generation, step, digest)
         parts.snapshots.start(state, parts.snapshot_worker.submit, self._engine.post, durable)
+
+
+_log = logging.getLogger("fabric")
+
+
+class Handover:
+    """Hands committed gradients over to the user's update code, equally on all members; in its thread."""
+
+    def __init__(self, parts: EngineParts, state: LocalState) -> None:
+        self._parts = parts
+        self._state = state
+        objects = state.describer.objects.values()
+        self._scales = any(isinstance(x, torch.amp.GradScaler) for x in objects)
+        self._empty = 0  # steps of total weight 0 so far
+        optimizers = optimizers_in(objects)
+        self.randomness = UpdateRandomness(optimizers)
+        self.stale = StaleGradients(optimizers)
+        self.attributes = parts.buffers.attributes
+
+    def give(self, order: io.Apply, held: io.PreparedRound) -> bool:
+        """Put the committed gradient into ``.grad``. Return whether the step has no update instead."""
+        parts, skipped = self._parts, self._has_no_update(held) or bool(held.nonfinite)
+        if skipped:
+            # Optimizers do not change a parameter without a gradient, so the user's loop needs no branch.
+            self._state.drop_gradient()
+        else:
+            self._state.run(partial(self._scatter, order, held.weight))
+            if held.weight:
+                parts.buffers.commit(held.weight)
+                parts.own_states.commit(held.weight)
+            else:
+                parts.buffers.drop()
+                parts.own_states.drop()
+        if not order.contributed:
+            self.stale.end()
+            parts.own_states.hand_over()
+        self.randomness.begin(order.step)
+        return skipped
+
+    def resume(self, step: int) -> None:
+        """Begin the update of ``step`` again: the loop of a framework has computed a forward since ``give``.
+
+        Its changes to buffers and its random numbers are not those of the other members.
+        """
+        self._parts.buffers.drop()
+        self.randomness.begin(step)
+
+    def _has_no_update(self, held: io.PreparedRound) -> bool:
+        """Return whether this step is empty, so every ``.grad`` must be None. All members return the same.
+
+        In a step of total weight 0 no member had data, or the data were drawn for a past step. Such a step is
+        committed, so that the data position advances. A scaler fails on a step without gradients. Log the
+        first such step, and again each time their number has doubled.
+        """
+        if held.weight > 0:
+            return False
+        self._empty += 1
+        if self._empty & (self._empty - 1) == 0:
+            _log.warning(
+                "%s: step %d was committed with total weight 0, as no member had data: %s (%d so far)",
+                self._parts.settings.replica,
+                held.step,
+                "its gradient is zero" if self._scales else "it has no update",
+                self._empty,
+            )
+        return not self._scales
+
+    def _scatter(self, order: io.Apply, weight: float) -> None:
+        backend, gradients = self._parts.exchange.backend, self._state.gradients
+        weight = weight or 1.0  # weight 0: the sum is zero, so any divisor will do
+        if order.prepared is not None and self._parts.exchange.stays(order.step):
+            gradients.divide(weight)
+        elif order.prepared is not None:
+            slot = self._parts.slots.find(order.step)
+            backend.scatter(gradients, slot.buffer, weight, slot.absent)
+        else:
+            fetched = self._parts.fetch_thread.buffer
+            assert fetched is not None
+            backend.scatter(gradients, fetched, weight)
+
+
+def optimizers_in(objects: Iterable[object]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of the shared state."""
+    return [x for x in objects if isinstance(x, torch.optim.Optimizer)]

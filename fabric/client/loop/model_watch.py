@@ -13,9 +13,15 @@ import torch
 from fabric.ckpt_server.state.optimizer_extras import remember
 from fabric.ckpt_server.state.training_state import capture
 from fabric.client.loop.later_changes import refuse_later_changes
-from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS, OptimizerWatch
 from fabric.client.loop.shared_state import SharedDict, SharedGenerator, with_state
-from fabric.client.loop.unshared_objects import ADVICE, AverageWatch, UnsharedWatch, tensors_in
+from fabric.client.loop.unshared_objects import (
+    ADVICE,
+    MORE_OPTIMIZERS,
+    AverageWatch,
+    OptimizerWatch,
+    UnsharedWatch,
+    tensors_in,
+)
 from fabric.errors import ConfigError, StateError
 
 # Number of steps between two searches for new parameters: a search walks over every module.

@@ -17,8 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from fabric.ckpt_server.state.training_state import restore, verify
 from fabric.client.control.engine import Engine, EngineParts
-from fabric.client.loop.local_state import LocalState
-from fabric.client.loop.loop_progress import LoopProgress
+from fabric.client.loop.local_state import LocalState, LoopProgress
 from fabric.errors import FabricError
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.priority import run_low_priority

@@ -11,78 +11,130 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fabric.ckpt_server.state.training_state import StateDescriber
-from fabric.client.collectives.collectives import Collectives, make_collectives
-from fabric.client.collectives.session_collectives import SessionCollectives
+import torch
+from torch import distributed, futures
+from torch.nn.parallel import DistributedDataParallel
+
+from fabric.ckpt_server.state.training_state import capture
+from fabric.client.collectives.collectives import (
+    Collectives,
+    SessionCollectives,
+    SoloCollectives,
+    make_collectives,
+)
 from fabric.client.control.engine import EngineParts
 from fabric.client.control.rank_engines import RankEngine
 from fabric.client.data.loader import (
-    DataReader,
     Loader,
     SampleSlice,
     make_loader,
     parse_options,
 )
-from fabric.client.data.randomness import seed_everything
+from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.bucket_stream import Overlap
+from fabric.client.gradients.bucket_stream import Overlap, StaleGradients
 from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.gradients.nonfinite_metrics import finite, restored
-from fabric.client.loop.handover import Handover
-from fabric.client.loop.local_state import LocalState
-from fabric.client.loop.loop_orders import LoopOrder, LoopOrders
-from fabric.client.loop.loop_progress import LoopProgress
+from fabric.client.loop.local_state import Handover, LocalState, LoopProgress, optimizers_in
+from fabric.client.loop.loop_orders import FIRST_S, LoopOrder, LoopOrders, WaitLogger, describe_wait
 from fabric.client.loop.loop_source import check_exchange_loop, check_source
 from fabric.client.loop.model_watch import ModelWatch
 from fabric.client.loop.replay import Replay
 from fabric.client.loop.shutdown import Shutdown
 from fabric.client.loop.start import TrainingSetup, begin, make_engine
-from fabric.client.loop.step import Step
-from fabric.client.loop.step_data import StepData, described_as
+from fabric.client.loop.step import Step, StepData, described_as, finite, restored
 from fabric.client.process.excepthook import before_report
-from fabric.client.process.incarnation_lock import ProcessIdentity
+from fabric.client.process.rank_group import RankGroup
 from fabric.client.process.step_clock import StepClock
-from fabric.client.process.wait_log import FIRST_S, WaitLogger, describe_wait
 from fabric.client.state.durable_policy import StorageUnavailable
 from fabric.errors import ConfigError, FabricError
-from fabric.ftar.buckets import FlatGradients
 from fabric.health.work import WorkAmount
 from fabric.model import EVERYTHING, DataPlan, Sharing, writer_of
 from fabric.protocol.messages import member_events as io
-from fabric.runtime.config import Settings, parse_replicas
+from fabric.protocol.messages.rank_messages import replica_share
+from fabric.runtime.config import Settings
 from fabric.runtime.rank_layout import RankLayout, parse_layout
 
 # A loop that calls ``exchange`` has no micro-batches: its members share this many tokens instead.
 EXCHANGE_TOKENS = 64
 
 
-class Session(SessionCollectives):
+class LoopCalls(SessionCollectives):
+    """The calls of a training loop that are alike in a job and, with FABRIC_DISABLE=1, without one."""
+
+    settings: Settings
+    randomness: UpdateRandomness
+    stale: StaleGradients
+    _progress: LoopProgress
+    _sampler: StepSampler | None = None
+
+    @property
+    def committed_step(self) -> int:
+        """Committed optimizer steps that the state in memory has."""
+        return self._progress.state_step
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int = 0,
+        collate_fn: Callable[[Sequence[Any]], Any] | None = None,
+        num_workers: int = 0,
+        mesh: Any = None,
+        **options: Any,
+    ) -> Loader:
+        """Make the job's loader: every step is a fixed list of micro-batches. Raises ConfigError.
+
+        ``dataset`` has ``len`` and an index, or is iterable. ``seed`` seeds the data order and each
+        micro-batch. ``mesh``: one-dimensional; each of its ranks gets a slice of every micro-batch (FSDP2).
+        Without it all ranks get all samples. ``options``: see ``fabric.client.data.loader.LoaderOptions``.
+        """
+        sizes = (global_batch_size, micro_batch_size, seed)
+        chosen, part = parse_options(options), SampleSlice.of(mesh)
+        return make_loader(dataset, sizes, collate_fn, num_workers, chosen, self.settings, part)
+
+    def sampler(self, size: int, *, global_batch_size: int, **options: Any) -> StepSampler:
+        """Make the sampler of this replica's part of every step, for the DataLoader of a loop of your own.
+
+        The loop takes ``sampler.per_step`` indices, then calls ``exchange``. ``options``: as for StepSampler.
+        """
+        drawn = StepSampler(size, global_batch_size=global_batch_size, settings=self.settings, **options)
+        self.draw_from(drawn)
+        return drawn
+
+    def draw_from(self, sampler: StepSampler) -> None:
+        """Let ``exchange`` count the samples that ``sampler`` draws."""
+        sampler.bind(lambda: self._progress.state_step)
+        self._sampler = sampler
+        self.randomness.seed = sampler.seed
+
+    def metrics(self, **values: float) -> None:
+        """Add to the step's sums, e.g. ``metrics(loss=loss.item() * len(batch))``; the totals over the
+        global batch are in ``step.metrics`` after the commit, at no extra collective."""
+        metrics = self._progress.metrics
+        for name, value in values.items():
+            metrics[name] = metrics.get(name, 0.0) + float(value)
+
+
+class Session(LoopCalls):
     """Made by ``fabric.client.attach``. Not thread-safe: call it from the training loop's thread."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        process: ProcessIdentity,
-        describer: StateDescriber,
-        gradients: FlatGradients,
-        parts: EngineParts,
-        watch: ModelWatch,
-        step: int,
-    ) -> None:
+    def __init__(self, parts: EngineParts, watch: ModelWatch, step: int) -> None:
+        settings, process, gradients = parts.settings, parts.process, parts.gradients
         self.settings = settings
         self._parts = parts
         self._watch = watch
-        self._engine = make_engine(parts, process)
+        self._engine = make_engine(parts)
         if isinstance(self._engine, RankEngine):
             before_report(self._engine.await_explanation)
         self._progress = LoopProgress(state_step=step)
-        self._state = LocalState(
-            settings, process, parts, self._engine, describer, gradients, self._progress, parts.content
-        )
+        self._state = LocalState(parts, self._engine, self._progress)
         self._replay = Replay(parts, self._engine, self._state, self._progress)
-        self._shutdown = Shutdown(settings, process, parts, self._engine, self._progress)
+        self._shutdown = Shutdown(parts, self._engine, self._progress)
         self.overlap = Overlap(
             gradients,
             lambda step, weight: self._engine.post(io.Streaming(step, weight)),
@@ -91,12 +143,13 @@ class Session(SessionCollectives):
             wanted=settings.retain_gradients
             and process.group is None
             and len(gradients.buckets) > 1
-            and isinstance(parts.backend, HostBackend)
+            and isinstance(parts.exchange.backend, HostBackend)
             and not (parts.buffers.stand_ins or parts.own_states.stand_ins),
         )
         self.overlap.may_begin = self._engine.may_be_asked
         self._process = process
-        self.handover = Handover(settings.replica, parts, self._state)
+        self.handover = Handover(parts, self._state)
+        self.randomness = self.handover.randomness
         self.stale = self.overlap.stale = self.handover.stale
         self._clock = StepClock()
         if process.group is not None and settings.adapt != "off":
@@ -117,9 +170,8 @@ class Session(SessionCollectives):
             process.rank,
         )
         self.collectives: Collectives = make_collectives(self._engine, parts, self._clock.pause)
-        self._data = StepData(describer.objects)
+        self._data = StepData(parts.describer.objects)
         self._plan = DataPlan(0)
-        self._sampler: StepSampler | None = None
         self._first_order: LoopOrder | None = None
 
     # --- reading ----------------------------------------------------------------------------------
@@ -165,45 +217,6 @@ class Session(SessionCollectives):
 
     # --- the trainer's loop -------------------------------------------------------------------------
 
-    def loader(
-        self,
-        dataset: Any,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        seed: int = 0,
-        collate_fn: Callable[[Sequence[Any]], Any] | None = None,
-        num_workers: int = 0,
-        mesh: Any = None,
-        **options: Any,
-    ) -> Loader:
-        """Make the job's loader: every step is a fixed list of micro-batches. Raises ConfigError.
-
-        ``dataset`` has ``len`` and an index, or is iterable. ``seed`` seeds the data order and each
-        micro-batch. ``mesh``: one-dimensional; each of its ranks gets a slice of every micro-batch (FSDP2).
-        Without it all ranks get all samples. ``options``: see ``fabric.client.data.loader.LoaderOptions``.
-        """
-        sizes = (global_batch_size, micro_batch_size, seed)
-        replicas = parse_replicas(self.settings.replicas)[1]  # that the job starts with
-        reader = DataReader(self.settings.replica, replicas, self.settings.rack)
-        chosen = parse_options(options)
-        return make_loader(dataset, sizes, collate_fn, num_workers, chosen, reader, SampleSlice.of(mesh))
-
-    def sampler(self, size: int, *, global_batch_size: int, **options: Any) -> StepSampler:
-        """Make the sampler of this replica's part of every step, for the DataLoader of a loop of your own.
-
-        The loop takes ``sampler.per_step`` indices, then calls ``exchange``. ``options``: as for StepSampler.
-        """
-        drawn = StepSampler(size, global_batch_size=global_batch_size, settings=self.settings, **options)
-        self.draw_from(drawn)
-        return drawn
-
-    def draw_from(self, sampler: StepSampler) -> None:
-        """Let ``exchange`` count the samples that ``sampler`` draws."""
-        sampler.bind(lambda: self._progress.state_step)
-        self._sampler = sampler
-        self.handover.randomness.seed = sampler.seed
-
     def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[Step]:
         """Yield steps, from the job's committed step to committed step ``until``; see Step.
 
@@ -213,7 +226,7 @@ class Session(SessionCollectives):
         if not self._engine.is_running:
             check_source(inspect.currentframe(), self._state.describer.objects.values())
         self._begin_call(data, until, first_step)
-        self.handover.randomness.follow_steps(data.plan.seed)
+        self.randomness.follow_steps(data.plan.seed)
         while self._progress.state_step < until and not self._progress.finished:
             step = Step(self, self._progress.state_step)
             order = self.orders.at_boundary(self._ready)
@@ -230,11 +243,7 @@ class Session(SessionCollectives):
             step.number, self._progress.bare = self._state.hand_over(), isinstance(order, io.Apply)
             data.begin_step(step.number)
             yield step
-            if not step.done:
-                raise FabricError(
-                    f"the loop left step {step.number} before its micro-batches ended: iterate `for batch in "
-                    "step` to its end, the exchange happens there"
-                )
+            step.check_ended()
             self._parts.points.hit("optimizer", step.number)
 
     def _begin_call(self, data: Loader, until: int, first_step: int | None) -> None:
@@ -288,12 +297,9 @@ class Session(SessionCollectives):
             order = self.orders.next()
         self._end_step(step, order)
 
-    def metrics(self, **values: float) -> None:
-        """Add to the step's sums, e.g. ``metrics(loss=loss.item() * len(batch))``; the totals over the
-        global batch are in ``step.metrics`` after the commit, at no extra collective."""
-        metrics = self._progress.metrics
-        for name, value in values.items():
-            metrics[name] = metrics.get(name, 0.0) + float(value)
+    def run_backward(self, step: int, weight: float, run: Callable[[], None]) -> None:
+        """Let ``run`` do one backward pass, which adds a gradient of this ``weight``; for Step."""
+        self.overlap.backward(step, weight, run)
 
     def exchange(self, weight: float = 1.0) -> Step:
         """Average ``.grad`` over the members, commit the step and return it, in a loop of your own.
@@ -431,19 +437,13 @@ class Session(SessionCollectives):
         is_sliced = self._data.until > 0  # else the loop calls ``exchange``
         part = self._data.loader.slice.index if is_sliced else self._process.rank
         agreed = {**data, **more, "on_nan": settings.on_nan}  # settings that must be equal on all members
-        setup = TrainingSetup(
-            plan=plan,
-            data=described_as(agreed),
-            digest=digest,
-            part=part,
-            sharing=sharing,
-            data_slot=data_slot,
-            plane=parts.plane.kind,
-            step=self.committed_step,
-            cuts=parts.lanes.text if parts.lanes is not None else "",
-        ).with_parameters(self._state.gradients)
+        described, step = described_as(agreed), self.committed_step
         try:
-            begin(self._engine, parts, settings, self._process, setup)
+            begin(
+                self._engine,
+                parts,
+                TrainingSetup(plan, described, digest, part, sharing, data_slot, step),
+            )
         except StorageUnavailable as error:
             self._shutdown.leave(str(error), 75)
         self._shutdown.watch_notice()
@@ -468,7 +468,7 @@ class Session(SessionCollectives):
         metrics = finite(self._progress.metrics)
         self._progress.metrics.clear()
         redo = self.overlap.end_order()
-        self._parts.backend.mark_ready()
+        self._parts.exchange.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
         self._state.settle()
 
@@ -509,3 +509,168 @@ class Session(SessionCollectives):
             contributed=order.contributed,
             replay=replay,
         )
+
+
+class SoloSession(LoopCalls):
+    """As Session, with FABRIC_DISABLE=1: the same arithmetic, with one member and without any service.
+
+    ``group``: the ranks of this replica.
+    """
+
+    epoch = 0
+    members: tuple[str, ...] = ()
+    is_writer = True
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        objects: Mapping[str, object],
+        settings: Settings | None = None,
+        group: RankGroup | None = None,
+        step: int = 0,
+    ) -> None:
+        settings = settings or Settings(disable=True)
+        # As data slot 0 this process computes all micro-batches, whatever the policy.
+        self.settings = replace(settings, replica="replica0", rack="")
+        self.layout = parse_layout(settings.layout).over(group.size if group is not None else 1)
+        self._progress = LoopProgress(state_step=step)
+        self._group = group
+        self._objects = objects
+        self._data = StepData({})
+        self._parameters = parameters
+        self.collectives = SoloCollectives("replica0")
+        optimizers = optimizers_in(objects.values())
+        self.randomness, self.stale = UpdateRandomness(optimizers), StaleGradients(optimizers)
+
+    def digest(self) -> str:
+        return capture(self._objects, self.committed_step).digest()
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """As Session.batches."""
+        while True:
+            yield from loader
+
+    def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[Step]:
+        """As Session.steps."""
+        if not self._data.until:  # the first call
+            check_source(inspect.currentframe(), self._objects.values())
+        self._data.enter(data, until, first_step)
+        self.randomness.follow_steps(data.plan.seed)
+        while self.committed_step < until:
+            step = Step(self, self.committed_step)
+            yield step
+            step.check_ended()
+
+    def run_step(self, step: Step) -> Iterator[Any]:
+        """As Session.run_step."""
+        loader, at = self._data.loader, step.number - self._data.first_step
+        plan = loader.plan
+        filled = plan.with_samples(at, range(plan.micro_batches))
+        loader.read_ahead(at, filled)
+        for number, micro_batch in enumerate(filled):
+            batch = loader.fetch(at, micro_batch)
+            step.weight.begin(loader.count(at, micro_batch))
+            seed_everything(plan.seed, step.number, micro_batch)
+            with self.stale.micro_batch(number == 0, len(filled) == 1):
+                yield batch
+        weight = step.weight.take(self._parameters)
+        self.randomness.begin(step.number)
+        skipped = self._average(weight, loader.slice.index) or self._skips()
+        self._end(step, skipped)
+
+    def run_backward(self, step: int, weight: float, run: Callable[[], None]) -> None:
+        """As Session.run_backward."""
+        self.stale.begin(step)
+        run()
+        self.stale.added()
+
+    def exchange(self, weight: float = 1.0) -> Step:
+        """As Session.exchange. With one member ``.grad`` is the average already (``weight`` cancels out)."""
+        if self._sampler is not None:
+            self._sampler.take(self.committed_step)
+        step, skipped = Step(self, self.committed_step), self._skips()
+        self.randomness.begin(step.number)
+        self._end(step, skipped)
+        return step
+
+    @contextlib.contextmanager
+    def busy(self, reason: str, at_most_s: float) -> Iterator[None]:
+        """As Session.busy; no other member waits."""
+        yield
+
+    def close(self) -> None:
+        """As Session.close; there is no job to leave."""
+
+    def _end(self, step: Step, skipped: bool) -> None:
+        progress = self._progress
+        step.contributed, step.skipped, step.metrics, step.done = True, skipped, progress.metrics, True
+        progress.metrics, progress.state_step = {}, progress.state_step + 1
+
+    def _average(self, weight: float, part: int) -> bool:
+        """Divide the summed gradients by the total weight of all ranks; return whether there is no update.
+
+        ``part``: the slice of the samples that this rank computed.
+        """
+        if self._group is not None:
+            share = {"weight": weight, "metrics": sorted(self._progress.metrics.items()), "part": part}
+            ranks = self._group.gather(share)
+            shares = [(x["weight"], tuple((k, v) for k, v in x["metrics"])) for x in ranks]
+            weight, metrics = replica_share([x["part"] for x in ranks], shares)
+            self._progress.metrics = dict(metrics)
+        if not weight:  # a step without data; a scaler needs zeros
+            scales = any(isinstance(x, torch.amp.GradScaler) for x in self._objects.values())
+            for parameter in self._parameters:
+                parameter.grad = torch.zeros_like(parameter) if scales else None
+            return not scales
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(weight)
+        return False
+
+    def _skips(self) -> bool:
+        """Whether ``on_nan`` skips this step's update because the gradient is not finite."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        on_nan = self.settings.on_nan
+        if on_nan == "propagate" or all(bool(torch.isfinite(g).all()) for g in gradients):
+            return False
+        if on_nan == "stop":
+            raise FabricError(f"the gradient of step {self.committed_step} is not finite, and on_nan is stop")
+        for parameter in self._parameters:
+            parameter.grad = None
+        return True
+
+
+def ddp(model: DistributedDataParallel, session: Session | SoloSession) -> None:
+    """Let ``session`` average the gradients of ``model``; call it once, after ``attach``.
+
+    All micro-batches but the last run under ``no_sync``. Raises ConfigError for a model that is not DDP's.
+    Raises it too for a DDP group of several processes: the death of a replica would break that group. DDP's
+    hook reports which gradients are final, and fabric exchanges its own buckets. The members' DDP buckets may
+    differ.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"fabric.client.ddp takes a model that is wrapped in DistributedDataParallel, and this is a "
+            f"{type(model).__name__}: wrap it, or leave out the call, which a plain model does not need"
+        )
+    size = distributed.get_world_size(model.process_group)
+    if size != 1:
+        raise ConfigError(
+            f"the process group of this DDP has {size} members: give DDP a group of this process alone "
+            "(fabric averages between the replicas)"
+        )
+    if isinstance(session, SoloSession):
+        return
+    overlap = session.overlap
+    overlap.unwatch()
+    overlap.without_sync = model.no_sync
+
+    # No annotations: DDP checks those of its hook, and torch's stubs lack the type that DDP requires.
+    def hook(_, bucket):  # type: ignore[no-untyped-def]
+        for parameter in bucket.parameters():
+            overlap.ready(parameter, version=False)
+        done: futures.Future[torch.Tensor] = futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook(None, hook)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fabric.ckpt_server.state.optimizer_extras import put
-from fabric.client.gradients.buffer_choices import BufferChoices
+from fabric.client.gradients.forward_buffers import BufferChoices
 from fabric.errors import ConfigError
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]

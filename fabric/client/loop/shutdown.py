@@ -1,27 +1,118 @@
 """How a trainer's process leaves the job: it has finished, was ordered to stop, or the user's loop raised."""
 
+import asyncio
 import atexit
 import contextlib
 import os
 import queue
 import signal
+import threading
+from collections.abc import Callable, Iterable
 from typing import NoReturn
+
+import torch
 
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import RankEngine
-from fabric.client.loop.loop_progress import LoopProgress
-from fabric.client.process import excepthook, job_end_note, raised_note
+from fabric.client.loop.local_state import LoopProgress
+from fabric.client.process import excepthook
 from fabric.client.process.debug_endpoint import DebugEndpoint, flight, stacks
-from fabric.client.process.error_text import TELL_S, describe, is_device_fault
-from fabric.client.process.incarnation_lock import ProcessIdentity
-from fabric.client.process.notice import NoticeWatch
+from fabric.client.process.last_notes import leave_job_end, raised_again
 from fabric.errors import CollectiveFailed, ConfigError, FabricError, NotAMember, SessionOver
 from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FAILED, FINISHED, RESTART
-from fabric.model import JobEnd
+from fabric.model import JobEnd, Poison, first_of, shortened
 from fabric.protocol.messages import member_events as io
 from fabric.runtime import logs
 from fabric.runtime.config import Settings, layout_orders
+from fabric.runtime.process_environment import stop_s
 from fabric.runtime.rank_layout import write_order
+
+# This part of the time, and at most so many seconds, is left when the process ends itself.
+_MARGIN, _MARGIN_S = 0.1, 2.0
+
+
+class NoticeWatch:
+    """Takes the first SIGTERM as a notice: the platform will kill this process soon, which leaves in order.
+
+    A later one changes nothing, because one notice may come twice.
+
+    A batch system signals every process, and a launcher passes its own signal on. ``call_soon`` lets the
+    control thread call a function. ``on_notice`` and ``on_over`` get the seconds from the notice to the end.
+    A handler that the user's script has set stays, and so does a process's wish to ignore SIGTERM. A handler
+    around this one may call it, or bring it back, after ``end``.
+    """
+
+    def __init__(
+        self,
+        call_soon: Callable[[Callable[[], None]], None],
+        on_notice: Callable[[float], None],
+        on_over: Callable[[float], None],
+    ) -> None:
+        self._call_soon, self._on_notice, self._on_over = call_soon, on_notice, on_over
+        self._pid = os.getpid()
+        self.has_come = self._is_over = False
+
+    def begin(self) -> None:
+        """Take the signal from now on; only in the main thread, which Python gives all signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._handle)
+
+    def end(self) -> None:
+        """Let SIGTERM end the process again."""
+        self._is_over = True
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _handle(self, number: int, _: object) -> None:
+        if self._is_over or os.getpid() != self._pid:  # or a child that the trainer forked
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self.has_come:
+            self.has_come = True
+            self._call_soon(self._begin_leaving)
+
+    def _begin_leaving(self) -> None:
+        left_s = stop_s()
+        end_s = left_s - min(_MARGIN * left_s, _MARGIN_S)
+        asyncio.get_running_loop().call_later(end_s, self._on_over, left_s)
+        self._on_notice(left_s)
+
+
+# Seconds for which a process whose loop has raised waits until the lighthouse acknowledges the error.
+TELL_S = 5.0
+_MOST_SAMPLES = 32
+_MOST_CHARACTERS = 200
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Whether the error is a failure of the device, not of the program: then only this replica dies."""
+    return isinstance(error, torch.AcceleratorError)
+
+
+def describe(error: BaseException, at: tuple[int, int] | None, samples: Iterable[int]) -> str:
+    """Return the exception in one line. ``at``: the step and micro-batch at which it was raised."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = shortened(text, _MOST_CHARACTERS)
+    return text if at is None else f"{text} (at micro-batch {at[1]}, {_listed(list(samples))})"
+
+
+def name_samples(poison: Iterable[Poison], samples: Callable[[int, int], list[int]]) -> str:
+    """Return a sentence with the samples of every poisonous micro-batch, or an empty string."""
+    parts = [
+        f"micro-batch {micro_batch} of step {p.step} is {_listed(samples(p.step, micro_batch))}"
+        for p in poison
+        for micro_batch in p.micro_batches
+    ]
+    return f"; {'; '.join(parts)}" if parts else ""
+
+
+def _listed(samples: list[int]) -> str:
+    return f"samples {first_of(samples, _MOST_SAMPLES)}"
+
 
 # The last words of a process whose user code raised without a micro-batch.
 BARE = (
@@ -66,14 +157,8 @@ def refuse_second_training(settings: Settings) -> None:
 class Shutdown:
     """Ends this process's part in the job; answers the checkpoint server's questions until then."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        process: ProcessIdentity,
-        parts: EngineParts,
-        engine: Engine,
-        progress: LoopProgress,
-    ) -> None:
+    def __init__(self, parts: EngineParts, engine: Engine, progress: LoopProgress) -> None:
+        settings, process = parts.settings, parts.process
         self._settings = settings
         self._process = process
         self._parts = parts
@@ -126,7 +211,7 @@ class Shutdown:
             self._parts.journal.write("alone", step=order.step, reason=order.alone)
         if order.ended is not None:
             self._unheard = order.ended
-            job_end_note.leave(self._settings.home, order.ended)
+            leave_job_end(self._settings.home, order.ended)
 
     def end(self, finished: bool) -> None:
         """Detach from the checkpoint server, if it still runs."""
@@ -185,9 +270,7 @@ class Shutdown:
             self.depart(reason, FAILED)
             raise SystemExit(FAILED)
         if self._settings.on_exception == "restart" and not is_mistake:
-            if at is not None or not raised_note.repeats(
-                self._settings.home, self._progress.state_step, reason
-            ):
+            if at is not None or not raised_again(self._settings.home, self._progress.state_step, reason):
                 self._say(f"this replica alone starts again after {reason}")
                 self.depart(reason)
                 raise SystemExit(RESTART)

@@ -6,17 +6,16 @@ follow it.
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
-from fabric.client.process import job_end_note
 from fabric.client.process.incarnation_lock import ProcessIdentity
+from fabric.client.process.last_notes import find_job_end
 from fabric.errors import ConfigError
-from fabric.ftar.buckets import FlatGradients
 from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
@@ -30,7 +29,7 @@ from fabric.transport.greeting import Greeting
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """The values of this process that other members must know, or must have too."""
+    """The loop's values that other members must know, or must have too."""
 
     plan: DataPlan  # the data of the first steps
     data: str  # the data settings that must be equal on all members that begin at the same step, in words
@@ -38,17 +37,7 @@ class TrainingSetup:
     part: int = 0  # number of the slice of a micro-batch that this rank computes
     sharing: Sharing = EVERYTHING  # how micro-batches are divided among the members
     data_slot: int = -1
-    tensors: tuple[str, ...] = ()  # the parameters that ``layout`` digests, in words
-    plane: str = ""  # the kind of data plane
     step: int = 0  # step of the initial state
-    cuts: str = ""  # the layout of ranks, where replicas may have unequal layouts
-    names: str = ""  # digest of the parameters' names, equal at the ranks of one pipeline stage
-    layout: str = ""  # digest of the parameters' names, shapes and types
-
-    def with_parameters(self, gradients: FlatGradients) -> "TrainingSetup":
-        """Return this set-up with what it says of the model's parameters."""
-        names = digest_of_names(gradients.parameters)
-        return replace(self, layout=gradients.layout, tensors=gradients.described, names=names)
 
 
 def digest_of_names(parameters: Iterable[tuple[str, Any]]) -> str:
@@ -65,8 +54,9 @@ def stages_of(names: Sequence[str]) -> tuple[int, ...]:
     return tuple(numbers[name] for name in names) if len(numbers) > 1 else ()
 
 
-def make_engine(parts: EngineParts, process: ProcessIdentity) -> Engine:
+def make_engine(parts: EngineParts) -> Engine:
     """Make the engine of this rank."""
+    process = parts.process
     if process.group is None:
         return Engine(parts)
     if process.group.rank == 0:
@@ -74,51 +64,50 @@ def make_engine(parts: EngineParts, process: ProcessIdentity) -> Engine:
     return FollowerEngine(parts, process.group)
 
 
-def begin(
-    engine: Engine, parts: EngineParts, settings: Settings, process: ProcessIdentity, setup: TrainingSetup
-) -> None:
+def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     """Listen for peers and take part in the job. Raises FabricError where the start fails."""
+    settings, process = parts.settings, parts.process
     config = _config(settings, parts.exchange.retain, setup.plan)
     port = engine.listen(settings.bind, settings.ports)
-    address = RankAddress(f"{url_host(advertised_host(settings))}:{port}", _ckpt(parts, process.rank))
+    ckpt = parts.handle.url + (f"#{process.rank}" if process.rank else "")
+    address = RankAddress(f"{url_host(advertised_host(settings))}:{port}", ckpt)
+    gradients, cuts = parts.gradients, _cuts(parts)
     if process.group is None:
-        durable = parts.durable.find()
-        identity = _identity(settings, process, setup, address, setup.layout, durable=durable)
+        identity = _identity(parts, setup, address, gradients.layout)
         state = MemberState(0, setup.step, setup.digest)
         engine.begin(MemberCore(identity, config, seconds_since_boot(), state, parts.handle.held_by(1)))
         return
+    held = parts.handle.held_by(process.group.size)
     declared = process.group.gather(
         {
             "link": address.link,
             "ckpt": address.ckpt,
             "work": [setup.plan.micro_batches, setup.data, setup.step],
-            "layout": setup.layout,
+            "layout": gradients.layout,
             "digest": setup.digest,
             "part": setup.part,
-            "names": setup.names,
-            "snapshots": _refs_as_json(parts.handle.held_by(process.group.size)),
+            "names": digest_of_names(gradients.parameters),
+            "snapshots": [[ref.generation, ref.step, ref.digest] for ref in held],
             "holds": bool(parts.handle.snapshots),
         }
     )
     _check_equal_work(declared)
-    if setup.cuts:
+    if cuts:
         # Within the replica gradients are means over the ranks that share a micro-batch, but replicas of
         # unequal layouts add sums over samples.
-        parts.exchange.scale_gradients(float(len({x["part"] for x in declared})))
+        gradients.scale = float(len({x["part"] for x in declared}))
     if isinstance(engine, FollowerEngine):
         _follow(engine, settings, process, declared[0]["link"])
         return
     assert isinstance(engine, HeadEngine)
     engine.groups = tuple(int(x["part"]) for x in declared)
     engine.stages = stages_of([x["names"] for x in declared])
-    together = summed_digest if setup.cuts else replica_digest
-    layout = setup.layout if setup.cuts else replica_digest([x["layout"] for x in declared])
+    together = summed_digest if cuts else replica_digest
+    layout = gradients.layout if cuts else replica_digest([x["layout"] for x in declared])
     ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in declared[1:])
-    durable = parts.durable.find()
-    identity = _identity(settings, process, setup, address, layout, ranks, durable)
+    identity = _identity(parts, setup, address, layout, ranks)
     state = MemberState(0, setup.step, together([x["digest"] for x in declared]))
-    held = _held_by_all(declared)
-    engine.begin(MemberCore(identity, config, seconds_since_boot(), state, held))
+    engine.begin(MemberCore(identity, config, seconds_since_boot(), state, _held_by_all(declared)))
     if not any(x["holds"] for x in declared):
         # If the replicas' initial states differ, a new job may begin from this snapshot. The snapshot must
         # not overwrite any part of the job's state, whatever its layout.
@@ -156,38 +145,38 @@ def _config(settings: Settings, retain: bool, plan: DataPlan) -> MemberConfig:
     )
 
 
-def _ckpt(parts: EngineParts, rank: int) -> str:
-    return parts.handle.url + (f"#{rank}" if rank else "")
+def _cuts(parts: EngineParts) -> str:
+    """Return the layout of ranks, where replicas may have unequal layouts; else an empty string."""
+    return parts.exchange.lanes.text if parts.exchange.lanes is not None else ""
 
 
 def _identity(
-    settings: Settings,
-    process: ProcessIdentity,
+    parts: EngineParts,
     setup: TrainingSetup,
     address: RankAddress,
     layout: str,
     ranks: tuple[RankAddress, ...] = (),
-    durable: tuple[SnapshotRef, ...] | None = (),
 ) -> MemberIdentity:
+    settings = parts.settings
     return MemberIdentity(
         replica=settings.replica,
-        incarnation=process.incarnation,
+        incarnation=parts.process.incarnation,
         link=address.link,
         ckpt=address.ckpt,
         micro_batches=setup.plan.micro_batches,
         layout=layout,
         data=setup.data,
-        predecessors=process.predecessors,
+        predecessors=parts.process.predecessors,
         ranks=ranks,
-        durable=durable,
+        durable=parts.durable.find(),
         sharing=setup.sharing,
         data_slot=setup.data_slot,
         rack=settings.rack,
-        cuts=setup.cuts,
-        tensors=setup.tensors,
-        plane=setup.plane,
+        cuts=_cuts(parts),
+        tensors=parts.gradients.described,
+        plane=parts.plane.kind,
         spare=settings.spare,
-        ended=job_end_note.find(settings.home),
+        ended=find_job_end(settings.home),
         secret=secrets.token_hex(16),
     )
 
@@ -199,10 +188,6 @@ def _check_equal_work(declared: list[dict[str, Any]]) -> None:
                 f"rank {rank} has other data settings than rank 0, or another step: give attach, "
                 "session.loader and session.steps the same arguments on all ranks of a replica"
             )
-
-
-def _refs_as_json(refs: tuple[SnapshotRef, ...]) -> list[list[object]]:
-    return [[ref.generation, ref.step, ref.digest] for ref in refs]
 
 
 def _held_by_all(declared: list[dict[str, Any]]) -> tuple[SnapshotRef, ...]:

@@ -5,24 +5,98 @@ loop that has ended opens no round that the other replicas would wait for.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fabric.client.attach import Choices, ends_with_a_sentence, make_session
 from fabric.client.data.sampler import StepSampler
-from fabric.client.gradients.buffer_choices import Buffers, choose_buffers
+from fabric.client.gradients.forward_buffers import Buffers, choose_buffers
 from fabric.client.gradients.gradient_backend import device_of
 from fabric.client.loop.model_watch import refuse_optimizers
-from fabric.client.loop.session import Session
-from fabric.client.loop.solo import SoloSession, SoloStep
+from fabric.client.loop.session import Session, SoloSession
 from fabric.client.loop.step import Step
-from fabric.client.outer.outer_schedule import OuterSchedule, cut_fragments, is_whole
 from fabric.errors import ConfigError, FabricError
 from fabric.protocol.messages import member_events as io
+
+# An outer step is a step of the job. Outer step s exchanges fragment s % fragments, and comes after every
+# ``every / fragments`` inner steps, so each fragment is exchanged once in ``every`` inner steps (streaming
+# DiLoCo, arXiv 2501.18512, with fragments of consecutive parameters).
+
+
+@dataclass(frozen=True, slots=True)
+class OuterSchedule:
+    """The numbers given to ``fabric.client.diloco``. Raises ConfigError for those that do not fit."""
+
+    every: int  # inner steps between two exchanges of the same parameter
+    fragments: int = 1
+    delay: int = 0  # inner steps from a contribution to the use of its result
+    alpha: float = 0.0  # share of the local parameters in the mix after an outer step
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("every", self.every, 1), ("fragments", self.fragments, 1)):
+            if not is_whole(value) or value < least:
+                raise ConfigError(f"{name} is {value!r}: give a whole number from {least}")
+        if self.every % self.fragments:
+            raise ConfigError(
+                f"every is {self.every} and fragments is {self.fragments}: give an every that is a multiple "
+                "of fragments, because fragments take turns at equal distances"
+            )
+        if not is_whole(self.delay) or not 0 <= self.delay < self.span:
+            raise ConfigError(
+                f"delay is {self.delay!r}: give a whole number from 0 to {self.span - 1}, so that one "
+                f"fragment's exchange ends before the next begins (every / fragments is {self.span})"
+            )
+        if not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
+            raise ConfigError(
+                f"alpha is {self.alpha!r}: give a number from 0 (global) to 1 (local parameters)"
+            )
+
+    @property
+    def span(self) -> int:
+        """The inner steps of one outer step."""
+        return self.every // self.fragments
+
+    def describe(self) -> dict[str, object]:
+        """Return what must be equal on all members."""
+        return {
+            "loop": "diloco",
+            "every": self.every,
+            "fragments": self.fragments,
+            "delay": self.delay,
+            "alpha": float(self.alpha),
+        }
+
+
+def cut_fragments(sizes: Sequence[int], fragments: int) -> list[int]:
+    """Return the fragment of each parameter: consecutive parameters, of about equal total size.
+
+    ``sizes``: the elements of each parameter. Each fragment gets a parameter. Raises ConfigError.
+    """
+    if fragments > len(sizes):
+        raise ConfigError(
+            f"fragments is {fragments} and the model has {len(sizes)} trainable parameters: give at most one "
+            "fragment per parameter"
+        )
+    chosen: list[int] = []
+    total, before, fragment = sum(sizes), 0, 0
+    for place, size in enumerate(sizes):
+        left = len(sizes) - place
+        must = left == fragments - fragment - 1  # each parameter that is left begins a fragment
+        full = before + size / 2 > total * (fragment + 1) / fragments
+        if place and chosen[-1] == fragment and fragment + 1 < fragments and (must or full):
+            fragment += 1
+        chosen.append(fragment)
+        before += size
+    return chosen
+
+
+def is_whole(value: object) -> bool:
+    """Whether ``value`` is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,24 +216,6 @@ def _mirror(
     return mirror
 
 
-class OuterRounds(Protocol):
-    """The rounds of outer steps, as the inner steps use them."""
-
-    is_open: bool  # whether this replica may contribute to the round of the committed step
-
-    def open(self) -> bool:
-        """Begin the next outer step. Return whether the local parameters were replaced."""
-
-    def hand_over(self) -> None:
-        """Contribute the pseudo-gradient; never wait."""
-
-    def poll(self) -> bool:
-        """Do what the exchange under way needs; never wait. Return whether this replica fell behind."""
-
-    def commit(self) -> Step | SoloStep:
-        """Wait for the round's commit, and apply it."""
-
-
 class _Updates:
     """Applies committed pseudo-gradients."""
 
@@ -171,7 +227,7 @@ class _Updates:
     def hand_over(self, step: int) -> None:
         self._shared.set_gradient(step % self._schedule.fragments)
 
-    def apply(self, step: Step | SoloStep) -> None:
+    def apply(self, step: Step) -> None:
         """Update the global parameters of the step's fragment, and then the local ones.
 
         If the step has nothing of this replica, the local parameters begin from the global ones.
@@ -197,7 +253,7 @@ class JobRounds:
         schedule: OuterSchedule,
         until: int = sys.maxsize,
     ) -> None:
-        self.is_open = False
+        self.is_open = False  # whether this replica may contribute to the round of the committed step
         self._session = session
         self._shared = shared
         self._updates = _Updates(shared, outer, schedule)
@@ -209,6 +265,7 @@ class JobRounds:
         session.start_exchanges(schedule.describe(), until)
 
     def open(self) -> bool:
+        """Begin the next outer step. Return whether the local parameters were replaced."""
         session = self._session
         loads, replayed = session.loads, 0
         while session.committed_step < self._until:
@@ -225,6 +282,7 @@ class JobRounds:
         return replayed > 0 or session.loads != loads
 
     def hand_over(self) -> None:
+        """Contribute the pseudo-gradient; never wait."""
         assert self._order is not None
         session, order = self._session, self._order
         self._loads, self._weight = session.loads, 1.0 if session.take_drawn() else 0.0
@@ -234,11 +292,13 @@ class JobRounds:
         self.poll()
 
     def poll(self) -> bool:
+        """Do what the exchange under way needs; never wait. Return whether this replica fell behind."""
         if self._arrived is None and (order := self._session.orders.poll()) is not None:
             self._note(order)
         return isinstance(self._arrived, io.Apply) and self._arrived.prepared is None
 
     def commit(self) -> Step:
+        """Wait for the round's commit, and apply it."""
         while self._arrived is None:
             self._note(self._session.orders.next())
         step = self._session.end_step(self._arrived)
@@ -285,7 +345,7 @@ class SoloRounds:
     def poll(self) -> bool:
         return False
 
-    def commit(self) -> SoloStep:
+    def commit(self) -> Step:
         step = self._session.exchange()
         self._updates.apply(step)
         return step
@@ -297,7 +357,7 @@ class OuterLoop:
     def __init__(
         self,
         session: Session | SoloSession,
-        rounds: OuterRounds,
+        rounds: JobRounds | SoloRounds,
         shared: GlobalParameters,
         inner: torch.optim.Optimizer,
         schedule: OuterSchedule,
@@ -305,7 +365,7 @@ class OuterLoop:
     ) -> None:
         self.session = session
         self.shared = shared.module  # the global parameters, under the names of the model's state
-        self.step: Step | SoloStep | None = None  # the newest committed outer step
+        self.step: Step | None = None  # the newest committed outer step
         self._rounds = rounds
         self._shared = shared
         self._schedule = schedule
@@ -449,11 +509,11 @@ def make_outer_loop(
     shared.move(outer)
     choices = Choices(local, fragments=shared.fragments, **given)
     session = make_session(shared.module, outer, state, choices, settings)
-    rounds: OuterRounds
-    if isinstance(session, SoloSession):
-        rounds = SoloRounds(session, shared, outer, schedule)
-    else:
-        rounds = JobRounds(session, shared, outer, schedule, until)
+    rounds = (
+        SoloRounds(session, shared, outer, schedule)
+        if isinstance(session, SoloSession)
+        else JobRounds(session, shared, outer, schedule, until)
+    )
     loop = OuterLoop(session, rounds, shared, inner, schedule, until)
     if sampler is not None:
         sampler.bind(lambda: loop.drawing_step)

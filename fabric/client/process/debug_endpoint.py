@@ -23,12 +23,53 @@ from fabric.ckpt_server.wire.channel_protocol import (
     DEBUG_SOCKET_NAME,
     STACKS_NAME,
     STACKS_SIGNAL,
+    LineBuffer,
     encode_line,
 )
-from fabric.client.process.local_socket import listen, receive_line
 from fabric.errors import ConfigError, FabricError, Refused
 from fabric.protocol.messages.wire import decode_line
-from fabric.runtime.private_folder import open_private, peer_of
+from fabric.runtime.private_folder import open_private, peer_of, socket_path
+
+
+class LocalEndpoint:
+    """A socket in the run folder, whose connections a daemon thread passes to ``hear``, until ``close``.
+
+    It takes the place of an older one. ``thread``: the thread's name. Raises OSError.
+    """
+
+    def __init__(self, run_dir: Path, name: str, thread: str, hear: Callable[[socket.socket], None]) -> None:
+        self._path = run_dir / name
+        self._path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with socket_path(run_dir, name) as short_path:
+            self._listener.bind(short_path)
+        self._path.chmod(0o600)
+        self._listener.listen(8)
+        threading.Thread(target=self._run, args=(hear,), name=thread, daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which then closes the listener
+
+    def _run(self, hear: Callable[[socket.socket], None]) -> None:
+        with self._listener, contextlib.suppress(OSError):
+            while True:
+                hear(self._listener.accept()[0])
+
+
+def receive_line(asking: socket.socket, most_bytes: int) -> bytes | None:
+    """Return the first line, or None where the connection ends before it. Raises ProtocolError, OSError."""
+    lines = LineBuffer(most_bytes)
+    while (line := lines.next_line()) is None:
+        received = asking.recv(most_bytes)
+        if not received:
+            return None
+        lines.feed(received)
+    return line
+
 
 _MAX_QUESTION_BYTES = 4096
 _PEER_S = 5.0
@@ -48,29 +89,21 @@ class DebugEndpoint:
 
     def __init__(self, run_dir: Path, answers: Answers) -> None:
         self._answers = answers
-        self._listener: socket.socket | None = None
-        self._path = run_dir / DEBUG_SOCKET_NAME
+        self._endpoint: LocalEndpoint | None = None
         with contextlib.suppress(OSError, ConfigError):
             _write_stacks_on_signal(run_dir / STACKS_NAME)
-            listener = self._listener = listen(run_dir, DEBUG_SOCKET_NAME)
-            threading.Thread(target=self._run, args=(listener,), name="fabric-debug", daemon=True).start()
+            self._endpoint = LocalEndpoint(run_dir, DEBUG_SOCKET_NAME, "fabric-debug", self._hear)
 
     def close(self) -> None:
         """Stop answering."""
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which then closes the listener
-            self._listener = None
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
 
-    def _run(self, listener: socket.socket) -> None:
-        with listener, contextlib.suppress(OSError):
-            while True:
-                asking, _ = listener.accept()
-                with asking, contextlib.suppress(OSError, FabricError):
-                    asking.settimeout(_PEER_S)
-                    self._answer(asking)
+    def _hear(self, asking: socket.socket) -> None:
+        with asking, contextlib.suppress(OSError, FabricError):
+            asking.settimeout(_PEER_S)
+            self._answer(asking)
 
     def _answer(self, asking: socket.socket) -> None:
         line = receive_line(asking, _MAX_QUESTION_BYTES) if peer_of(asking)[1] == os.geteuid() else None

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from fabric.client.process.local_socket import listen, receive_line
+from fabric.client.process.debug_endpoint import LocalEndpoint, receive_line
 from fabric.errors import FabricError, Refused
 from fabric.ftar.buckets import Bucket
 from fabric.runtime.drill_orders import (
@@ -249,9 +249,7 @@ class DrillEndpoint:
         self._guard = threading.Lock()
         self._held: _HeldOrder | None = None
         self._replaced: _HeldOrder | None = None  # an order that is over, whose snapshots are being replaced
-        self._path = run_dir / DRILL_SOCKET_NAME
-        self._listener = listen(run_dir, DRILL_SOCKET_NAME)
-        threading.Thread(target=self._accept, name="fabric-drill", daemon=True).start()
+        self._endpoint = LocalEndpoint(run_dir, DRILL_SOCKET_NAME, "fabric-drill", self._hear)
 
     def hit(self, name: str, step: int, data: Data = None) -> None:
         """Obey the order for this point, if there is one; an order to flip snapshots acts until its end."""
@@ -305,16 +303,10 @@ class DrillEndpoint:
 
     def close(self) -> None:
         """Take no more orders."""
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        self._endpoint.close()
 
-    def _accept(self) -> None:
-        with self._listener, contextlib.suppress(OSError):
-            while True:
-                asking, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(asking,), name="fabric-drill", daemon=True).start()
+    def _hear(self, asking: socket.socket) -> None:
+        threading.Thread(target=self._serve, args=(asking,), name="fabric-drill", daemon=True).start()
 
     def _serve(self, asking: socket.socket) -> None:
         """Take one order, and drop it at the end of its connection."""

@@ -9,14 +9,15 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from fabric.errors import ConfigError, ProtocolError
-from fabric.exit_codes import RESTART
-from fabric.runtime.config import launched_ranks
+from fabric.errors import ConfigError, FabricError, ProtocolError
+from fabric.exit_codes import FAILED, LAYOUT_REFUSED, RESTART
+from fabric.runtime.config import asked_layout, launched_ranks
+from fabric.runtime.rank_layout import RankLayout
 
 _MAX_BYTES = 1 << 20
 
@@ -79,3 +80,26 @@ class RankGroup:
 def _device() -> torch.device:
     """Return where the world's tensors lie: NCCL moves only device memory."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def layout() -> RankLayout:
+    """Return the layout in which to build the model: ranks, tensor parallel size, layers of each stage.
+
+    If these ranks cannot have the layout, the process ends with one sentence and exit code 1.
+    """
+    try:
+        return asked_layout()
+    except FabricError as error:
+        sys.stderr.write(f"fabric: {error}\n")
+        raise SystemExit(FAILED) from None
+
+
+def refuse_layout(why: str) -> NoReturn:
+    """End this process, whose script cannot build the layout: ``fabric launch`` must choose another."""
+    try:
+        asked = str(asked_layout())
+    except FabricError:
+        asked = "that is asked for"
+    sys.stderr.write(f"fabric: this script cannot build the layout {asked}: {why}\n")
+    sys.stderr.flush()
+    raise SystemExit(LAYOUT_REFUSED)

@@ -1,17 +1,18 @@
 """Takes the snapshots of this replica, into two slots of the checkpoint server's memory by turns.
 
 The copy starts at a step boundary, and reads the state before the user's update code runs. A snapshot is due
-when the policy (``snapshot_policy``) says so, or when a joining member requests it.
+when the policy says so, or when a joining member requests it.
 """
 
 import contextlib
 import logging
+import math
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.manifest import of_rank, state_digest
@@ -20,12 +21,94 @@ from fabric.ckpt_server.state.snapshot import BlockPass, Copier, SnapshotDigests
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.mutation_guard import UNNAMED, MutationGuard, WriteWatch
-from fabric.client.state.snapshot_policy import SnapshotPolicy
-from fabric.errors import FabricError, ServerLost, StateError
+from fabric.errors import ConfigError, FabricError, ServerLost, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.messages.member_events import Saved, Snapshotted
 from fabric.protocol.messages.rank_messages import NameSnapshot, SnapshotNamed
+from fabric.runtime.config import Settings, parse_every
 from fabric.runtime.failpoints import Failpoints
+
+
+class SnapshotPolicy(Protocol):
+    """When a replica snapshots its state without a request. One per process, for one thread at a time.
+
+    ``is_due`` is called once at every step boundary, and ``taken`` after every copy and its check, requested
+    ones included. Times are monotonic seconds.
+    """
+
+    def is_due(self, step: int, now: float) -> bool:
+        """Whether the state at ``step`` should be snapshotted at this boundary."""
+
+    def taken(self, step: int, now: float, cost_s: float) -> None:
+        """Note a snapshot of ``step``, begun at ``now``, whose copy took ``cost_s``.
+
+        Called again where the copy is then compared with the state, with the time of both.
+        """
+
+
+@dataclass(slots=True)
+class OverheadBudget:
+    """Snapshots as often as ``share`` of the time allows, and at least every ``max_age_s`` seconds.
+
+    The whole time of a copy and of its check counts, although most of it overlaps the step's compute. A
+    snapshot is due if waiting for the next boundary would exceed ``max_age_s``. A snapshot of the state
+    before the first step does not count: it lacks the optimizer's part, whose memory must exist before a
+    joining replica waits for a snapshot. Raises ConfigError.
+    """
+
+    share: float = 0.02  # copying time per step time; 0: snapshot by age alone
+    max_age_s: float = 600.0  # greatest age of the newest snapshot, seconds
+    _at: float = field(default=-math.inf, repr=False)
+    _cost_s: float = field(default=0.0, repr=False)
+    _asked: float = field(default=math.inf, repr=False)
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.share < math.inf and 0 < self.max_age_s < math.inf):
+            raise ConfigError(
+                f"OverheadBudget({self.share!r}, {self.max_age_s!r}): the share is from 0, the age above 0 s"
+            )
+
+    def is_due(self, step: int, now: float) -> bool:
+        step_s, self._asked = max(0.0, now - self._asked), now
+        if step < 1:
+            return False
+        age_s = now - self._at
+        paid = self.share > 0 and self._cost_s <= self.share * age_s
+        return paid or age_s + step_s + self._cost_s >= self.max_age_s
+
+    def taken(self, step: int, now: float, cost_s: float) -> None:
+        if step >= 1:
+            self._at, self._cost_s = now, cost_s
+
+
+@dataclass(slots=True)
+class EverySteps:
+    """Snapshots at every ``n``-th step, so all replicas snapshot at the same steps. Raises ConfigError.
+
+    The first snapshot may come later, if the memory for a large state is not allocated yet.
+    """
+
+    n: int
+    _last: int = field(default=-1, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ConfigError(f"EverySteps({self.n!r}): give a number of steps from 1")
+
+    def is_due(self, step: int, now: float) -> bool:
+        return step % self.n == 0 and step != self._last
+
+    def taken(self, step: int, now: float, cost_s: float) -> None:
+        self._last = step
+
+
+def policy_of(settings: Settings) -> SnapshotPolicy:
+    """Return the policy that the settings ask for."""
+    every = parse_every("snapshot_every", settings.snapshot_every)
+    if every.steps:
+        return EverySteps(every.steps)
+    return OverheadBudget(settings.snapshot_share, every.seconds)
+
 
 # Digests a state while forward and backward run.
 #
@@ -334,7 +417,7 @@ class Snapshots:
         self._taking: PendingSnapshot | None = None  # the snapshot that was begun last
         self._sized, self._nbytes = False, 0  # whether the size includes the optimizer's part
         self._watch = WriteWatch(who[1], describer, self.digest)
-        self._digests = Digests(self._watch, copier, self._settle)
+        self.digests = Digests(self._watch, copier, self._settle)
         self._on_device = on_device
         self._recover = recover
         self._rank = rank
@@ -536,7 +619,7 @@ class Snapshots:
 
     def expose(self) -> None:
         """Note that user code runs from now on."""
-        self._digests.exposed = True
+        self.digests.exposed = True
         if self._taking is not None:
             self._taking.expose()
 
@@ -593,7 +676,7 @@ class Snapshots:
             taking.demand_unchanged()
             if is_over:
                 self._taking = None
-        self._digests.finish()
+        self.digests.finish()
 
     def digest(self, view: StateView) -> str:
         """Return the digest of ``view``, a state on a device, at once."""
@@ -607,15 +690,7 @@ class Snapshots:
         The state must not change until ``wait_copied`` or ``take_digest`` returns. ``copied``: its snapshot
         was begun just now, and its copy computes the digest.
         """
-        self._digests.begin(step, self._taking if copied else None)
-
-    def take_digest(self, step: int) -> str:
-        """Return the digest that ``begin_digest`` began: see ``Digests.take``."""
-        return self._digests.take(step)
-
-    def take_view(self, step: int) -> StateView | None:
-        """Return the view of the state whose digest was begun at ``step``, once; else None."""
-        return self._digests.take_view(step)
+        self.digests.begin(step, self._taking if copied else None)
 
     def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
         """Make the server serve the fetched state in ``slot``, which was loaded."""

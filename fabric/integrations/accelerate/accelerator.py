@@ -21,11 +21,13 @@ from accelerate import Accelerator
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
 from fabric.integrations.accelerate.arguments import check_arguments, check_plugins, refused_methods
-from fabric.integrations.accelerate.one_process import one_process
-from fabric.integrations.accelerate.prepared import JobDataLoader, JobScheduler
-from fabric.integrations.accelerate.replica import AcceleratedReplica
-from fabric.integrations.arguments import Refusal
-from fabric.integrations.versions import check_version
+from fabric.integrations.accelerate.replica import (
+    AcceleratedReplica,
+    JobDataLoader,
+    JobScheduler,
+    one_process,
+)
+from fabric.integrations.arguments import Refusal, check_version
 from fabric.runtime import config
 from fabric.runtime.config import Settings
 

@@ -7,46 +7,32 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals, rows_of
+from fabric.integrations.arguments import ArgumentTable, Refusal, Row, refusals, rows_of
 
 _BY = "FabricAccelerator"
-_SPREADS = Refusal(
-    "it spreads a replica over several processes, and FabricAccelerator is one process per replica"
-)
-_EPOCHS, _SAVED = Kept("recipe accelerate_epochs"), Kept("recipe accelerate_checkpoints")
-_SCALED = Kept("recipe accelerate_scaler")
-_EXAMPLE = Kept("test_a_loop_survives_the_death_of_its_writer_and_resumes_from_its_checkpoints")
-_ONE = Kept("test_functions_of_one_process_run_on_one_replica")
-_FIGURES = Kept("test_figures_of_the_training_and_sums_are_refused")
-_FIELDS = NoInfluence("its own fields are accounted for")
-_READS = NoInfluence("it tells or undoes what prepare has done")
-_FILES = NoInfluence("it is about files")
 
 ACCELERATOR = ArgumentTable(
     "Accelerator",
     _BY,
-    {
-        "device_placement": NoInfluence("it says where tensors lie"),
-        **rows_of(_EPOCHS, "cpu gradient_accumulation_steps"),
-        **rows_of(_FIELDS, "gradient_accumulation_plugin dataloader_config"),
-        "step_scheduler_with_optimizer": Kept("test_a_scheduler_of_epochs_makes_one_step"),
-        "kwargs_handlers": NoInfluence("its handlers are accounted for"),
-        "mixed_precision": Refusal(
-            'fp8 has not been tried: choose "bf16"', lambda x: x in ("no", "fp16", "bf16")
-        ),
-        "split_batches": Refusal("batches are those of one replica: give its batch size"),
-        "rng_types": NoInfluence("fabric seeds each micro-batch"),
-        "log_with": _EXAMPLE,
-        **rows_of(_FILES, "project_dir project_config"),
-        **rows_of(
-            Refusal("a compiled model has not been tried: leave it out"), "dynamo_backend dynamo_plugin"
-        ),
-        **rows_of(
-            _SPREADS,
-            "deepspeed_plugin deepspeed_plugins fsdp_plugin torch_tp_plugin megatron_lm_plugin "
-            "parallelism_config",
-        ),
-    },
+    rows_of(
+        """
+    device_placement | idle | it says where tensors lie
+    cpu gradient_accumulation_steps | kept | recipe accelerate_epochs
+    gradient_accumulation_plugin dataloader_config | idle | its own fields are accounted for
+    step_scheduler_with_optimizer | kept | test_a_scheduler_of_epochs_makes_one_step
+    kwargs_handlers | idle | its handlers are accounted for
+    mixed_precision | refused | fp8 has not been tried: choose "bf16"
+    split_batches | refused | batches are those of one replica: give its batch size
+    rng_types | idle | fabric seeds each micro-batch
+    log_with | kept | test_a_loop_survives_the_death_of_its_writer_and_resumes_from_its_checkpoints
+    project_dir project_config | idle | it is about files
+    dynamo_backend dynamo_plugin | refused | a compiled model has not been tried: leave it out
+    deepspeed_plugin deepspeed_plugins fsdp_plugin torch_tp_plugin megatron_lm_plugin parallelism_config |
+        refused | it spreads a replica over several processes, and FabricAccelerator is one process per
+        replica
+    """,
+        {"mixed_precision": lambda x: x in ("no", "fp16", "bf16")},
+    ),
 )
 CONFIGURATIONS = (
     (
@@ -54,16 +40,15 @@ CONFIGURATIONS = (
         ArgumentTable(
             "DataLoaderConfiguration",
             _BY,
-            {
-                "split_batches": Refusal("batches are those of one replica: give its batch size"),
-                "dispatch_batches": NoInfluence("each replica reads its own batches"),
-                "even_batches": NoInfluence("each sample of a pass is used once"),
-                "use_seedable_sampler": NoInfluence("Accelerator(seed=) gives the order"),
-                "data_seed": NoInfluence("Accelerator(seed=) gives the order"),
-                "non_blocking": NoInfluence("it says how tensors are copied"),
-                "use_stateful_dataloader": NoInfluence("the committed step gives the position"),
-                "custom_classes": NoInfluence("it says which objects are moved to the device"),
-            },
+            rows_of("""
+            split_batches | refused | batches are those of one replica: give its batch size
+            dispatch_batches | idle | each replica reads its own batches
+            even_batches | idle | each sample of a pass is used once
+            use_seedable_sampler data_seed | idle | Accelerator(seed=) gives the order
+            non_blocking | idle | it says how tensors are copied
+            use_stateful_dataloader | idle | the committed step gives the position
+            custom_classes | idle | it says which objects are moved to the device
+            """),
         ),
     ),
     (
@@ -71,12 +56,12 @@ CONFIGURATIONS = (
         ArgumentTable(
             "GradientAccumulationPlugin",
             _BY,
-            {
-                "num_steps": _SCALED,
-                "adjust_scheduler": NoInfluence("schedulers count updates"),
-                "sync_with_dataloader": Refusal("a step ends with its pass: leave it out"),
-                "sync_each_batch": NoInfluence("gradients are exchanged once for each step"),
-            },
+            rows_of("""
+            num_steps | kept | recipe accelerate_scaler
+            adjust_scheduler | idle | schedulers count updates
+            sync_with_dataloader | refused | a step ends with its pass: leave it out
+            sync_each_batch | idle | gradients are exchanged once for each step
+            """),
         ),
     ),
     (
@@ -84,74 +69,60 @@ CONFIGURATIONS = (
         ArgumentTable(
             "ProjectConfiguration",
             _BY,
-            {
-                **rows_of(
-                    _FILES, "project_dir logging_dir automatic_checkpoint_naming total_limit iteration"
-                ),
-                "save_on_each_node": Refusal("one replica writes the files: leave it out"),
-            },
+            rows_of("""
+            project_dir logging_dir automatic_checkpoint_naming total_limit iteration | idle | it is about
+                files
+            save_on_each_node | refused | one replica writes the files: leave it out
+            """),
         ),
     ),
 )
 # Handlers of ``kwargs_handlers`` by the names of their classes.
-HANDLERS: dict[str, Row] = {
-    "AutocastKwargs": _SCALED,
-    "GradScalerKwargs": _SCALED,
-    "InitProcessGroupKwargs": NoInfluence("accelerate makes no process group here"),
-    "ProfileKwargs": NoInfluence("it measures"),
-    "GradientAccumulationPlugin": _FIELDS,
-    "DistributedDataParallelKwargs": NoInfluence("fabric averages the gradients"),
-}
+HANDLERS: dict[str, Row] = rows_of("""
+    AutocastKwargs GradScalerKwargs | kept | recipe accelerate_scaler
+    InitProcessGroupKwargs | idle | accelerate makes no process group here
+    ProfileKwargs | idle | it measures
+    GradientAccumulationPlugin | idle | its own fields are accounted for
+    DistributedDataParallelKwargs | idle | fabric averages the gradients
+    """)
 
-METHODS: dict[str, Row] = {
-    **rows_of(
-        _EPOCHS,
-        "accumulate backward clip_grad_norm_ sync_gradients gradient_accumulation_steps prepare "
-        "gather_for_metrics unwrap_model free_memory",
-    ),
-    "clip_grad_value_": Kept("test_gradients_are_clipped_by_value_once_a_step"),
-    "no_sync": NoInfluence("an incomplete step is never exchanged"),
-    "autocast": _SCALED,
-    "profile": NoInfluence("it measures"),
-    "unscale_gradients": NoInfluence("clipping and the optimizer do so too"),
-    **rows_of(
-        _READS,
-        "optimizer_step_was_skipped local_process_index is_local_main_process "
-        "on_local_main_process on_local_process get_tracker get_state_dict verify_device_map "
-        "device distributed_type project_dir logging_dir mixed_precision split_batches "
-        "dispatch_batches even_batches use_seedable_sampler non_blocking multi_device "
-        "use_stateful_dataloader use_distributed deepspeed_plugin fp8_backend is_fsdp2 "
-        "is_composable_parallelism_enabled parallelism_config torch_device_mesh "
-        "context_parallel_rank data_parallel_rank data_parallel_shard_rank pipeline_parallel_rank "
-        "tensor_parallel_rank custom_classes",
-    ),
-    **rows_of(
-        Kept("recipe accelerate_trigger"),
-        "prepare_data_loader prepare_model prepare_optimizer prepare_scheduler set_trigger "
-        "check_trigger register_for_checkpointing",
-    ),
-    **rows_of(_SAVED, "skip_first_batches save_state load_state"),
-    **rows_of(_FIGURES, "gather reduce"),
-    **rows_of(NoInfluence("every replica has the whole"), "pad_across_processes split_between_processes"),
-    "wait_for_everyone": NoInfluence("replicas meet at each step"),
-    **rows_of(
-        NoInfluence("each replica prepares its own files"), "main_process_first local_main_process_first"
-    ),
-    "num_processes": Kept("test_what_accelerate_reports_is_that_of_the_job"),
-    **rows_of(_ONE, "process_index is_last_process on_main_process on_last_process on_process"),
-    **rows_of(_EXAMPLE, "is_main_process log init_trackers end_training"),
-    "print": Kept("test_print_acts_on_the_replica_of_is_main_process"),
-    **rows_of(
-        _FILES,
-        "save save_model save_iteration should_save_model register_save_state_pre_hook "
-        "register_load_state_pre_hook",
-    ),
-    "clear": Refusal("a job is one training in one process: make a script of each"),
-    "join_uneven_inputs": Refusal("replicas share the batches of a step evenly: leave it out"),
-    "trigger_sync_in_backward": Refusal("the last batch of a step is known before: use accumulate"),
-    "lomo_backward": Refusal("it updates parameters before their gradients are averaged: use backward"),
-    **rows_of(_SPREADS, "maybe_context_parallel deepspeed_ulysses_dl_adapter"),
-}
+METHODS: dict[str, Row] = rows_of("""
+    accumulate backward clip_grad_norm_ sync_gradients gradient_accumulation_steps prepare gather_for_metrics
+        unwrap_model free_memory | kept | recipe accelerate_epochs
+    clip_grad_value_ | kept | test_gradients_are_clipped_by_value_once_a_step
+    no_sync | idle | an incomplete step is never exchanged
+    autocast | kept | recipe accelerate_scaler
+    profile | idle | it measures
+    unscale_gradients | idle | clipping and the optimizer do so too
+    optimizer_step_was_skipped local_process_index is_local_main_process on_local_main_process
+        on_local_process get_tracker get_state_dict verify_device_map device distributed_type project_dir
+        logging_dir mixed_precision split_batches dispatch_batches even_batches use_seedable_sampler
+        non_blocking multi_device use_stateful_dataloader use_distributed deepspeed_plugin fp8_backend
+        is_fsdp2 is_composable_parallelism_enabled parallelism_config torch_device_mesh context_parallel_rank
+        data_parallel_rank data_parallel_shard_rank pipeline_parallel_rank tensor_parallel_rank custom_classes
+        | idle | it tells or undoes what prepare has done
+    prepare_data_loader prepare_model prepare_optimizer prepare_scheduler set_trigger check_trigger
+        register_for_checkpointing | kept | recipe accelerate_trigger
+    skip_first_batches save_state load_state | kept | recipe accelerate_checkpoints
+    gather reduce | kept | test_figures_of_the_training_and_sums_are_refused
+    pad_across_processes split_between_processes | idle | every replica has the whole
+    wait_for_everyone | idle | replicas meet at each step
+    main_process_first local_main_process_first | idle | each replica prepares its own files
+    num_processes | kept | test_what_accelerate_reports_is_that_of_the_job
+    process_index is_last_process on_main_process on_last_process on_process | kept |
+        test_functions_of_one_process_run_on_one_replica
+    is_main_process log init_trackers end_training | kept |
+        test_a_loop_survives_the_death_of_its_writer_and_resumes_from_its_checkpoints
+    print | kept | test_print_acts_on_the_replica_of_is_main_process
+    save save_model save_iteration should_save_model register_save_state_pre_hook register_load_state_pre_hook
+        | idle | it is about files
+    clear | refused | a job is one training in one process: make a script of each
+    join_uneven_inputs | refused | replicas share the batches of a step evenly: leave it out
+    trigger_sync_in_backward | refused | the last batch of a step is known before: use accumulate
+    lomo_backward | refused | it updates parameters before their gradients are averaged: use backward
+    maybe_context_parallel deepspeed_ulysses_dl_adapter | refused | it spreads a replica over several
+        processes, and FabricAccelerator is one process per replica
+    """)
 
 
 def check_arguments(arguments: Iterable[Any], named: Mapping[str, Any]) -> None:

@@ -7,36 +7,146 @@ the script are right when the loop comes to the job's step.
 
 import ast
 import atexit
+import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import send_to_device
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import fabric.client
 from fabric.client.data.loader import data_slot_of
-from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.loop_flow import called, dotted, ends_by, names_read, stores
-from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS
 from fabric.client.loop.step import Step
-from fabric.client.loop.unshared_objects import ADVICE
+from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
 from fabric.client.loop.user_functions import loops_around, tree_of
 from fabric.client.process.excepthook import on_uncaught
 from fabric.errors import ConfigError, FabricError
-from fabric.exit_codes import FAILED, RESTART
-from fabric.integrations.accelerate.prepared import JobDataLoader
+from fabric.exit_codes import FAILED
 from fabric.integrations.adopt.living_objects import schedulers_of
-from fabric.integrations.adopt.repeated_outputs import RepeatedOutputs
-from fabric.integrations.adopt.script_gradients import ScriptGradients
 from fabric.integrations.arguments import unequal_optimizer
 from fabric.integrations.measured_values import measured_value
-from fabric.integrations.script_state import ScriptState
-from fabric.integrations.step_feed import StepFeed
-from fabric.integrations.training_data import TrainingData
-from fabric.runtime.config import Settings, parse_replicas
+from fabric.integrations.script_state import (
+    RepeatedOutputs,
+    ScriptGradients,
+    ScriptState,
+    leave_behind,
+    say_goes_over,
+)
+from fabric.integrations.training_data import StepFeed, TrainingData
+from fabric.runtime.config import Settings, launched_ranks, parse_replicas
+from fabric.runtime.process_environment import without_launcher
+
+
+class JobDataLoader(DataLoader[Any]):
+    """A DataLoader of the script: the training's follows the job's steps, any other stays whole.
+
+    ``complete``: the DataLoader as accelerate prepares it.
+    """
+
+    def __init__(self, source: Any, complete: Any, replica: "AcceleratedReplica") -> None:
+        super().__init__(source.dataset, source.batch_size, collate_fn=source.collate_fn)
+        self.source, self.complete, self._replica = source, complete, replica
+        self._begun = False
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether each pass has the same order, as a DataLoader for evaluations has it."""
+        batches = self.source.batch_sampler
+        sampler = batches.sampler if type(batches) is BatchSampler else batches
+        return type(sampler) is SequentialSampler
+
+    @property
+    def data(self) -> TrainingData:
+        """The data as the job deals them out. Raises ConfigError for data that it cannot deal out."""
+        return TrainingData.of(self.source)
+
+    @property
+    def epoch_end(self) -> str:
+        """The form of a pass's last step, as ``session.loader`` names it."""
+        data = self.data
+        return "continue" if data.is_stream else "drop" if data.drop_last else "short"
+
+    @property
+    def steps_per_pass(self) -> int:
+        """The number of steps of a pass; 0 where there are no passes."""
+        return self.data.steps_per_pass(self._replica.global_batch(self.data), self.epoch_end)
+
+    def __len__(self) -> int:
+        if not self._replica.trains_on(self):
+            return len(self.complete)
+        if self.data.is_stream:
+            return len(self.source)  # raises the TypeError of a stream without a length
+        return self.steps_per_pass * int(self._replica.accumulation)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if not self._replica.trains_on(self):
+            return self._read_whole()
+        first, self._begun = not self._begun, True
+        return self._replica.micro_batches(self, first)
+
+    def _read_whole(self) -> Iterator[Any]:
+        self._replica.open_reads, self._replica.evaluates = self._replica.open_reads + 1, True
+        try:
+            yield from self.complete
+        finally:
+            self._replica.open_reads -= 1
+
+    def end_of_pass(self, step: int, is_first: bool) -> float:
+        """Return the step at which a pass ends that begins at ``step``; the first may begin in its middle."""
+        steps = self.steps_per_pass
+        if not steps:
+            return math.inf
+        return (step // steps + 1) * steps if is_first else step + steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing for the training: the order of its data follows the job's step."""
+        if not self._replica.trains_on(self) and hasattr(self.complete, "set_epoch"):
+            self.complete.set_epoch(epoch)
+
+    @property
+    def total_batch_size(self) -> int:
+        """The number of samples of a micro-batch of all replicas, as accelerate counts it."""
+        return int(self.data.batch_size * self._replica.replicas)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """The number of samples of the data set."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+
+class JobScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """Steps as often per step of the job as accelerate does on that many processes."""
+
+    def __init__(self, prepared: Any, replica: "AcceleratedReplica") -> None:
+        super().__init__(
+            prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, prepared.split_batches
+        )
+        self._replica = replica
+
+    def step(self, *arguments: Any, **named: Any) -> None:
+        """Step where the optimizer has stepped. Micro-batches leave no trace: their number differs."""
+        scheduler = self.scheduler
+        if self._replica.goes_over:
+            return
+        if not self.step_with_optimizer:
+            scheduler.step(*arguments, **named)
+            return
+        if not self.gradient_state.sync_gradients or any(x.step_was_skipped for x in self.optimizers):
+            return
+        for _ in range(self._replica.replicas):
+            # OneCycle refuses a step beyond its last.
+            if scheduler._step_count <= getattr(scheduler, "total_steps", math.inf):  # noqa: SLF001
+                scheduler.step(*arguments, **named)
+
 
 STEP_FILE = "fabric.json"  # beside the files of save_state
 _TRIGGER = "fabric.trigger"  # metric: replicas whose script has called set_trigger in the step
@@ -296,22 +406,6 @@ class AcceleratedReplica:
         self._loop.outputs.close()
         self._session.close()
 
-    def leave(self, step: int) -> NoReturn:
-        """End this process, because its loop is ahead of the job."""
-        assert self._loop is not None
-        self._say(
-            f"the job goes on from step {step} and the script's loop is at step {self._loop.number}, and "
-            "cannot go back: this process starts again"
-        )
-        raise SystemExit(RESTART)
-
-    def goes_over_from(self, number: int, step: int) -> None:
-        """Say that the loop goes over steps."""
-        self._say(
-            f"the job is at step {step}, and the script's loop goes over {step - number} steps without "
-            "computing them"
-        )
-
     def _say(self, sentence: str) -> None:
         sys.stderr.write(f"fabric: {self.name}: {sentence}\n")
 
@@ -361,7 +455,7 @@ class _ScriptLoop:
         if self.number == until:
             return False
         if self.number > job_at:
-            self._replica.leave(job_at)
+            leave_behind(self._replica.name, self.number, job_at)
         self._begin_step(job_at)
         return True
 
@@ -375,7 +469,7 @@ class _ScriptLoop:
     def _begin_step(self, job_at: int) -> None:
         replica, over = self._replica, self.number < job_at
         if over and not replica.goes_over:
-            replica.goes_over_from(self.number, job_at)
+            say_goes_over(replica.name, self.number, job_at)
             self._state.keep()
         elif not over and replica.goes_over:
             self._state.put_back()
@@ -418,10 +512,10 @@ class _ScriptLoop:
         if self.computes and step is not None and step.number != self.number:
             # The replica was behind and has taken over a later state in this step.
             if step.number < self.number:
-                replica.leave(step.number)
+                leave_behind(replica.name, self.number, step.number)
             self._set_aside()
             self._gradients.fill()
-            replica.goes_over_from(self.number, step.number)
+            say_goes_over(replica.name, self.number, step.number)
             self._state.keep()
             replica.goes_over = True
         self.number += 1
@@ -496,3 +590,30 @@ def _fixed_batches() -> str:
             return ""
         frame = frame.f_back
     return "the loop does not use accelerator.accumulate, so it computes a batch for each step"
+
+
+# accelerate in a replica of one process, under any launcher.
+#
+# ``fabric launch`` sets the variables of torchrun. On a host with a device, and with ``cpu=True``, accelerate
+# takes them for a distributed training: it makes a process group, wraps the model and cuts the data.
+
+
+@contextlib.contextmanager
+def one_process(adapter: str) -> Iterator[None]:
+    """Within this context let accelerate see one process. Raises ConfigError for a replica of several ranks.
+
+    ``adapter``: the name of our class, for the sentence.
+    """
+    ranks = launched_ranks()
+    if ranks > 1:
+        raise ConfigError(
+            f"{adapter} is one process per replica, and this replica has {ranks} ranks: start each one as "
+            "a replica of its own, with fabric launch --ranks 1"
+        )
+    # Let accelerate look again where the script has asked it before, and it has found one process.
+    state = PartialState._shared_state  # noqa: SLF001
+    kind = state.get("distributed_type", DistributedType.NO)
+    if kind.value.startswith("MULTI_") and state.get("num_processes") == 1:
+        AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
+    with without_launcher():
+        yield

@@ -9,25 +9,27 @@ step. A loop that is ahead of the job cannot go back, so its process starts agai
 
 import sys
 from collections.abc import Callable
-from typing import NoReturn
 
 import torch
 
 import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.data.randomness import seed_everything
-from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.later_changes import ONE_TRAINING
-from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS, belongs
 from fabric.client.loop.step import Step
-from fabric.client.loop.unshared_objects import ADVICE
+from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS, belongs
 from fabric.errors import ConfigError
-from fabric.exit_codes import RESTART
 from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch, draws_data
-from fabric.integrations.adopt.living_objects import OWN_WAY, SchedulePosition, TrainingObjects
-from fabric.integrations.adopt.repeated_outputs import RepeatedOutputs
-from fabric.integrations.adopt.script_gradients import ScriptGradients
+from fabric.integrations.adopt.living_objects import OWN_WAY, TrainingObjects
 from fabric.integrations.measured_values import measured_value
+from fabric.integrations.script_state import (
+    RepeatedOutputs,
+    ScriptGradients,
+    ScriptState,
+    leave_behind,
+    say_goes_over,
+)
 from fabric.runtime.config import Settings, parse_replicas
 
 Attach = Callable[..., fabric.client.Session | fabric.client.SoloSession]
@@ -64,6 +66,7 @@ class AdoptedLoop:
         self.has_left = False  # the session has ended this process
         self._waiting: Step | None = None  # a committed step to which the loop has not come yet
         self._gradients: ScriptGradients | None = None
+        self._schedule: ScriptState  # the values that the loop advances, as they were before an exchange
 
     # --- what the script does -----------------------------------------------------------------------------
 
@@ -173,34 +176,31 @@ class AdoptedLoop:
             gradients.drop()
         if self._inputs is not None and self.computes:
             session.metrics(**self._inputs.take())
-        before = objects.schedule()
+        self._schedule.keep()
         try:
             step = session.exchange(weight=self.data.weight)
         except SystemExit:
             self.has_left = True
             raise
         if step.number < self.number:
-            self._leave(step.number)
+            leave_behind(self._settings.replica, self.number, step.number)
         if self._inputs is not None and self.computes:
             self._inputs.judge(step.metrics)
         if step.number == self.number:
             self.updates = True
             self._end(step)
             return
-        self._go_over(step, before)
+        self._go_over(step)
 
-    def _go_over(self, step: Step, before: SchedulePosition) -> None:
+    def _go_over(self, step: Step) -> None:
         """Let the loop count up to ``step`` without computing; its schedulers go with it from where they
         were."""
-        assert self.objects is not None and self._gradients is not None
-        sys.stderr.write(
-            f"fabric: {self._settings.replica}: the job is at step {step.number}, and the script's loop goes "
-            f"over {step.number - self.number} steps without computing them\n"
-        )
+        assert self._gradients is not None
+        say_goes_over(self._settings.replica, self.number, step.number)
         self._waiting = step
         self._gradients.set_aside()
         self._gradients.fill()
-        self.objects.set_schedule(before)
+        self._schedule.put_back()
         self._set_computes(False)
 
     def _end(self, step: Step) -> None:
@@ -230,6 +230,7 @@ class AdoptedLoop:
         assert isinstance(session, fabric.client.Session)
         session.say_in(_WORDS)
         self.objects, self.session = objects, session
+        self._schedule = ScriptState(objects.schedule, [objects.optimizer])
         self._gradients = ScriptGradients(objects.model)
         if self.data.sampler is not None:
             session.draw_from(self.data.sampler)
@@ -240,10 +241,3 @@ class AdoptedLoop:
             f"fabric: {self._settings.replica}: adopted {objects.describe()}{averaged} and "
             f"{self.data.describe()}; torch.save writes at one replica only\n"
         )
-
-    def _leave(self, step: int) -> NoReturn:
-        sys.stderr.write(
-            f"fabric: {self._settings.replica}: the job goes on from step {step} and the script's loop is at "
-            f"step {self.number}, and cannot go back: this process starts again\n"
-        )
-        raise SystemExit(RESTART)

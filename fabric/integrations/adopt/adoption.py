@@ -1,18 +1,140 @@
-"""Runs a script as one replica of the job that the environment names."""
+"""Runs a script as one replica of the job that the environment names.
+
+If the script trains with a framework, the framework's own adapter takes over: when the script makes a
+trainer, and not when it imports the framework. Many scripts import one for its models alone.
+"""
 
 import contextlib
+import functools
+import importlib
+import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import fabric.client
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.adopted_loop import AdoptedLoop
-from fabric.integrations.adopt.frameworks import adopted_frameworks
 from fabric.integrations.adopt.living_objects import OWN_WAY
 from fabric.integrations.adopt.patches import patched
 from fabric.runtime import config
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Our class, and the class of a framework in whose place it is put."""
+
+    own: str  # the framework's class, in the module that ADAPTERS names
+    module: str
+    ours: str  # class of ``module``
+
+    def adopt(self, framework: ModuleType, hand_over: Callable[[], None]) -> Callable[[], None]:
+        """Take the place of the class; return how to undo that. A made trainer calls ``hand_over`` first."""
+        adapter = importlib.import_module(self.module)
+        own, ours = getattr(framework, self.own), getattr(adapter, self.ours)
+        if not issubclass(ours, own):
+            undo: Callable[[], None] = adapter.adopt_trainer(own, hand_over)
+            return undo
+        return replace_class(own, ours, hand_over)
+
+
+_LIGHTNING = Adapter("Trainer", "fabric.integrations.lightning", "FabricStrategy")
+# The module that has a framework's trainer -> its adapter.
+ADAPTERS = {
+    "accelerate": Adapter("Accelerator", "fabric.integrations.accelerate", "FabricAccelerator"),
+    "transformers.trainer": Adapter("Trainer", "fabric.integrations.transformers", "FabricTrainer"),
+    "lightning.pytorch.trainer.trainer": _LIGHTNING,
+    "pytorch_lightning.trainer.trainer": _LIGHTNING,
+}
+
+_REPLACED = "fabric_replaced"  # attribute of a class in another's place: that other class
+
+
+def replace_class(own: Any, ours: Any, hand_over: Callable[[], None]) -> Callable[[], None]:
+    """Put a subclass of ``ours`` in the place of ``own`` in its package; return how to undo that."""
+    make = ours.__init__
+
+    @functools.wraps(make)
+    def make_adopted(self: Any, *arguments: Any, **named: Any) -> None:
+        if not isinstance(self, adopted):
+            raise ConfigError(f"the script makes a {ours.__name__} already: run it without --adopt")
+        hand_over()
+        make(self, *arguments, **named)
+
+    kept = {"__module__": own.__module__, "__doc__": own.__doc__, _REPLACED: own}
+    adopted = type(own.__name__, (ours,), kept)
+    package = own.__module__.partition(".")[0]
+    modules = [x for name, x in list(sys.modules.items()) if name.partition(".")[0] == package]
+    places = [x for x in modules if vars(x).get(own.__name__) is own]
+    for module in places:
+        setattr(module, own.__name__, adopted)
+    ours.__init__ = make_adopted
+
+    def undo() -> None:
+        ours.__init__ = make
+        for module in places:
+            setattr(module, own.__name__, own)
+
+    return undo
+
+
+def _keep_others(framework: ModuleType) -> None:
+    """Let a framework make the trainers of another as they are: its own adapter counts on that."""
+    for name, value in list(vars(framework).items()):
+        if isinstance(value, type) and _REPLACED in vars(value):
+            setattr(framework, name, vars(value)[_REPLACED])
+
+
+class FrameworkFinder(MetaPathFinder):
+    """Calls ``adopt`` with the name of each module of ``ADAPTERS`` that has been imported."""
+
+    def __init__(self, adopt: Callable[[str], None]) -> None:
+        self._adopt = adopt
+        self._searches = False  # a search of its own for the module is under way
+
+    def find_spec(self, name: str, _path: Sequence[str] | None, _target: Any = None) -> ModuleSpec | None:
+        """Return the module's spec, whose loader calls ``adopt`` after the module's code."""
+        if name not in ADAPTERS or self._searches:
+            return None
+        self._searches = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searches = False
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            loader.exec_module = functools.partial(self._execute, loader.exec_module, name)
+        return spec
+
+    def _execute(self, execute: Callable[[ModuleType], None], name: str, module: ModuleType) -> None:
+        execute(module)
+        self._adopt(name)
+
+
+@contextlib.contextmanager
+def adopted_frameworks(hand_over: Callable[[str, str], None]) -> Iterator[None]:
+    """Within this context call ``hand_over`` with the names of a framework's class and of ours when the
+    script makes a trainer."""
+    with contextlib.ExitStack() as stack:
+
+        def adopt(name: str) -> None:
+            adapter, framework = ADAPTERS[name], sys.modules[name]
+            _keep_others(framework)
+            own = f"{name.partition('.')[0]}.{adapter.own}"
+            stack.callback(adapter.adopt(framework, functools.partial(hand_over, own, adapter.ours)))
+
+        finder = FrameworkFinder(adopt)
+        sys.meta_path.insert(0, finder)
+        stack.callback(sys.meta_path.remove, finder)
+        for name in ADAPTERS:
+            if name in sys.modules:
+                adopt(name)
+        yield
 
 
 def run_adopted(run: Callable[[], None]) -> None:

@@ -4,25 +4,18 @@ Every object that a joining replica would need must be known. So a script with a
 optimizer or an object whose state the job cannot share is refused by name.
 """
 
-import copy
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fabric.client.loop.unshared_objects import living
 from fabric.errors import ConfigError
 
-_T = TypeVar("_T")
-
 OWN_WAY = "change the script to call fabric.client.attach"
-
-
-def living(kind: type[_T]) -> list[_T]:
-    """Return all living objects of this type. ``isinstance`` on foreign objects could run their code."""
-    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,42 +41,24 @@ class TrainingObjects:
         return cls(_only_model(optimizer), optimizer, schedulers, _only_scaler())
 
     @property
+    def schedule(self) -> dict[str, Any]:
+        """The schedulers, which the script's own loop advances, by name."""
+        return {f"scheduler.{n}": x for n, x in enumerate(self.schedulers)}
+
+    @property
     def state(self) -> dict[str, Any]:
         """The objects for ``attach(..., state=)``."""
-        named: dict[str, Any] = {f"scheduler.{n}": x for n, x in enumerate(self.schedulers)}
-        return named | ({"scaler": self.scaler} if self.scaler is not None else {})
+        return self.schedule | ({"scaler": self.scaler} if self.scaler is not None else {})
 
     def describe(self) -> str:
         """Name the objects for a sentence."""
         rest = [self.optimizer, *self.schedulers, *([self.scaler] if self.scaler is not None else [])]
         return f"the model {_name(self.model)} with " + ", ".join(map(_name, rest))
 
-    def schedule(self) -> "SchedulePosition":
-        """Return the values that the script's own loop advances, as they are now."""
-        groups = [{k: v for k, v in x.items() if k != "params"} for x in self.optimizer.param_groups]
-        return SchedulePosition(
-            copy.deepcopy([x.state_dict() for x in self.schedulers]), copy.deepcopy(groups)
-        )
-
-    def set_schedule(self, position: "SchedulePosition") -> None:
-        """Put back the values of ``schedule``."""
-        for scheduler, state in zip(self.schedulers, position.schedulers, strict=True):
-            scheduler.load_state_dict(copy.deepcopy(state))
-        for group, values in zip(self.optimizer.param_groups, position.groups, strict=True):
-            group.update(copy.deepcopy(values))
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulePosition:
-    """The states of the schedulers, and the settings of the optimizer's groups."""
-
-    schedulers: list[dict[str, Any]]
-    groups: list[dict[str, Any]]
-
 
 def _only_optimizer() -> torch.optim.Optimizer:
     # A framework's wrapper is an optimizer too, and holds the one that it wraps.
-    optimizers = [
+    optimizers: list[torch.optim.Optimizer] = [
         x
         for x in living(torch.optim.Optimizer)
         if not any(isinstance(value, torch.optim.Optimizer) for value in vars(x).values())

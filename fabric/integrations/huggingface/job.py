@@ -6,10 +6,8 @@ While a job runs, the Trainer's loop finds the job's methods in place of four of
 
 import contextlib
 import enum
-import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,13 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ProgressCallback
 
 import fabric.client
-from fabric.client.gradients.buffer_choices import default_buffers
-from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS
+from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.step import Step
-from fabric.client.loop.unshared_objects import ADVICE
+from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
 from fabric.errors import ConfigError
 from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.script_state import ScriptState
-from fabric.integrations.step_feed import StepFeed
-from fabric.integrations.training_data import TrainingData
+from fabric.integrations.training_data import StepFeed, TrainingData
 
 # How a Trainer's loss of one micro-batch enters the average of a step.
 #
@@ -282,8 +278,7 @@ class TrainerJob:
         if data.is_stream:
             return dataloader
         if data.drop_last:
-            full = _WholeBatches(data.sampler, data.batch_size)
-            self._data = data = replace(data, sampler=full, size=len(full))
+            self._data = data = data.limited(data.size // data.batch_size * data.batch_size)
         accumulation = self._trainer.args.gradient_accumulation_steps
         self.epochs = Passes(math.ceil(data.size / data.batch_size), accumulation * self.replicas)
         return _Epoch(dataloader.dataset, self.epochs.steps * accumulation)
@@ -564,20 +559,6 @@ class EpochPlace(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Set the place in the epoch; the Trainer has set that of its own micro-batches."""
         state.epoch = self._job.epochs.place(state.global_step)
-
-
-class _WholeBatches:
-    """A sampler without the indices of its last batch, where the batch is not full."""
-
-    def __init__(self, sampler: Any, batch_size: int) -> None:
-        self.sampler = sampler
-        self._length = len(sampler) // batch_size * batch_size
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.sampler), self._length)
 
 
 class _Epoch:

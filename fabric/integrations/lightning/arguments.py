@@ -15,60 +15,55 @@ from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals, rows_of
 from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
-from fabric.integrations.lightning.callback_states import overrides
 from fabric.integrations.lightning.release import ROOT
+from fabric.integrations.lightning.run_files import overrides
 
 _pl: Any = importlib.import_module(ROOT)
 _signature: Any = importlib.import_module(f"{ROOT}.utilities.signature_utils")
 _BY = "FabricStrategy"
 _log = logging.getLogger(__name__)
-_CLOCK = "each replica has its own clock, so the replicas would part"
-_JOB = Kept("test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_job")
-_ONE = "a replica is one process with one device: start more replicas"
 
 TRAINER = ArgumentTable(
     "Trainer",
     _BY,
-    {
-        "accelerator": NoInfluence("it chooses the replica's device"),
-        **rows_of(_JOB, "strategy max_steps check_val_every_n_epoch enable_checkpointing"),
-        **rows_of(Refusal(_ONE), "devices num_nodes"),
-        "precision": Refusal(
-            'a GradScaler is not in the shared state: say "bf16-mixed", "bf16-true" or "32-true"'
-        ),
-        **rows_of(Kept("recipe lightning_csv"), "logger log_every_n_steps default_root_dir"),
-        "callbacks": Kept("test_a_callback_that_has_loaded_a_state_has_it"),
-        "fast_dev_run": Kept("recipe lightning_fast_dev_run"),
-        **rows_of(Kept("recipe lightning_limited"), "max_epochs limit_train_batches"),
-        **rows_of(Kept("recipe lightning_early_stopping"), "min_epochs min_steps"),
-        "max_time": Refusal(f"{_CLOCK}: say max_steps"),
-        "limit_val_batches": NoInfluence("every replica validates"),
-        "limit_test_batches": NoInfluence("it concerns Trainer.test"),
-        "limit_predict_batches": NoInfluence("it concerns Trainer.predict"),
-        **rows_of(Kept("recipe lightning_overfit"), "overfit_batches gradient_clip_algorithm"),
-        "val_check_interval": Refusal(
-            f"{_CLOCK}: give a number of batches, or a part of an epoch", lambda x: isinstance(x, int | float)
-        ),
-        "num_sanity_val_steps": NoInfluence("it validates before the training"),
-        "enable_progress_bar": NoInfluence("it shows progress"),
-        "enable_model_summary": NoInfluence("it prints"),
-        **rows_of(Kept("recipe lightning_trainer"), "accumulate_grad_batches gradient_clip_val"),
-        **rows_of(NoInfluence("it chooses kernels"), "deterministic benchmark"),
-        "inference_mode": NoInfluence("it concerns the validation"),
-        "use_distributed_sampler": NoInfluence(
-            "a replica is one process, for which Lightning replaces no sampler"
-        ),
-        "profiler": NoInfluence("it measures"),
-        "detect_anomaly": NoInfluence("it checks"),
-        "barebones": NoInfluence("it leaves logging out"),
-        "plugins": Refusal("the plugin is not known to keep replicas equal: leave it out"),
-        "sync_batchnorm": NoInfluence('a replica is one process: say FabricStrategy(buffers="average")'),
-        "reload_dataloaders_every_n_epochs": Refusal(
-            "the job's order of data is agreed when it begins: leave it out"
-        ),
-        "enable_autolog_hparams": NoInfluence("it logs hyperparameters"),
-        "model_registry": NoInfluence("it uploads files"),
-    },
+    rows_of(
+        """
+    accelerator | idle | it chooses the replica's device
+    strategy max_steps check_val_every_n_epoch enable_checkpointing | kept |
+        test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_job
+    devices num_nodes | refused | a replica is one process with one device: start more replicas
+    precision | refused | a GradScaler is not in the shared state: say "bf16-mixed", "bf16-true" or "32-true"
+    logger log_every_n_steps default_root_dir | kept | recipe lightning_csv
+    callbacks | kept | test_a_callback_that_has_loaded_a_state_has_it
+    fast_dev_run | kept | recipe lightning_fast_dev_run
+    max_epochs limit_train_batches | kept | recipe lightning_limited
+    min_epochs min_steps | kept | recipe lightning_early_stopping
+    max_time | refused | each replica has its own clock, so the replicas would part: say max_steps
+    limit_val_batches | idle | every replica validates
+    limit_test_batches | idle | it concerns Trainer.test
+    limit_predict_batches | idle | it concerns Trainer.predict
+    overfit_batches gradient_clip_algorithm | kept | recipe lightning_overfit
+    val_check_interval | refused | each replica has its own clock, so the replicas would part: give a number
+        of batches, or a part of an epoch
+    num_sanity_val_steps | idle | it validates before the training
+    enable_progress_bar | idle | it shows progress
+    enable_model_summary | idle | it prints
+    accumulate_grad_batches gradient_clip_val | kept | recipe lightning_trainer
+    deterministic benchmark | idle | it chooses kernels
+    inference_mode | idle | it concerns the validation
+    use_distributed_sampler | idle | a replica is one process, for which Lightning replaces no sampler
+    profiler | idle | it measures
+    detect_anomaly | idle | it checks
+    barebones | idle | it leaves logging out
+    plugins | refused | the plugin is not known to keep replicas equal: leave it out
+    sync_batchnorm | idle | a replica is one process: say FabricStrategy(buffers="average")
+    reload_dataloaders_every_n_epochs | refused | the job's order of data is agreed when it begins: leave it
+        out
+    enable_autolog_hparams | idle | it logs hyperparameters
+    model_registry | idle | it uploads files
+    """,
+        {"val_check_interval": lambda x: isinstance(x, int | float)},
+    ),
 )
 
 # Methods that run in each step, and those whose values are shared state.
@@ -94,123 +89,89 @@ _EVALUATING = (
     *("on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end"),
 )
 _SAVES = ("state_dict", "on_save_checkpoint", "get_extra_state")
-_OWN = Kept("test_a_callback_that_has_loaded_a_state_has_it")
-_SAVED = Kept("test_what_hooks_save_is_shared_state")
-_HOOK = Kept("recipe lightning_hooks")
-CALLBACKS: dict[str, Row] = {
-    **rows_of(_OWN, "Callback Checkpoint"),
-    "BackboneFinetuning": Refusal(
-        "it adds parameters to the optimizer in mid-training, which a replica that joins lacks: give the "
-        "optimizer all parameters, and set the backbone's learning rate by a scheduler"
-    ),
-    "BaseFinetuning": Refusal(
-        "it adds parameters to the optimizer in mid-training, which a replica that joins lacks: give the "
-        "optimizer all parameters, and set their learning rates by a scheduler"
-    ),
-    "BasePredictionWriter": NoInfluence("it concerns Trainer.predict"),
-    "BatchSizeFinder": Refusal(
-        "it trains outside of the job before the first step: run it in a script without fabric, and write "
-        "its result into the DataLoader"
-    ),
-    **rows_of(NoInfluence("it logs"), "DeviceStatsMonitor LearningRateMonitor ThroughputMonitor"),
-    "EMAWeightAveraging": Kept("recipe lightning_overfit"),
-    "EarlyStopping": Kept("recipe lightning_early_stopping"),
-    "GradientAccumulationScheduler": Refusal(
-        "the number of micro-batches of a step is agreed when the job begins: say accumulate_grad_batches"
-    ),
-    "LambdaCallback": _HOOK,
-    "LearningRateFinder": Refusal(
-        "it trains outside of the job before the first step: run it in a script without fabric, and write "
-        "its result into configure_optimizers"
-    ),
-    "ModelCheckpoint": Kept("test_all_replicas_give_a_checkpoint_the_same_name"),
-    "ModelPruning": Refusal(
-        "it replaces parameters in mid-training, and the other replicas do not know that: prune after the "
-        "training"
-    ),
-    **rows_of(NoInfluence("it prints"), "ModelSummary RichModelSummary"),
-    "OnExceptionCheckpoint": NoInfluence("it writes a file"),
-    **rows_of(NoInfluence("it shows progress"), "ProgressBar RichProgressBar TQDMProgressBar"),
-    "SpikeDetection": Refusal("it judges the losses of one replica alone: leave it out, and say on_nan"),
-    "StochasticWeightAveraging": Refusal(
-        "it replaces the scheduler in mid-training, which a replica that joins lacks: take WeightAveraging, "
-        "and torch's SWALR as the scheduler"
-    ),
-    "Timer": Refusal(f"{_CLOCK}: say max_steps"),
-    "WeightAveraging": Kept("recipe lightning_averaging"),
-}
+CALLBACKS: dict[str, Row] = rows_of("""
+    Callback Checkpoint | kept | test_a_callback_that_has_loaded_a_state_has_it
+    BackboneFinetuning | refused | it adds parameters to the optimizer in mid-training, which a replica that
+        joins lacks: give the optimizer all parameters, and set the backbone's learning rate by a scheduler
+    BaseFinetuning | refused | it adds parameters to the optimizer in mid-training, which a replica that joins
+        lacks: give the optimizer all parameters, and set their learning rates by a scheduler
+    BasePredictionWriter | idle | it concerns Trainer.predict
+    BatchSizeFinder | refused | it trains outside of the job before the first step: run it in a script without
+        fabric, and write its result into the DataLoader
+    DeviceStatsMonitor LearningRateMonitor ThroughputMonitor | idle | it logs
+    EMAWeightAveraging | kept | recipe lightning_overfit
+    EarlyStopping | kept | recipe lightning_early_stopping
+    GradientAccumulationScheduler | refused | the number of micro-batches of a step is agreed when the job
+        begins: say accumulate_grad_batches
+    LambdaCallback | kept | recipe lightning_hooks
+    LearningRateFinder | refused | it trains outside of the job before the first step: run it in a script
+        without fabric, and write its result into configure_optimizers
+    ModelCheckpoint | kept | test_all_replicas_give_a_checkpoint_the_same_name
+    ModelPruning | refused | it replaces parameters in mid-training, and the other replicas do not know that:
+        prune after the training
+    ModelSummary RichModelSummary | idle | it prints
+    OnExceptionCheckpoint | idle | it writes a file
+    ProgressBar RichProgressBar TQDMProgressBar | idle | it shows progress
+    SpikeDetection | refused | it judges the losses of one replica alone: leave it out, and say on_nan
+    StochasticWeightAveraging | refused | it replaces the scheduler in mid-training, which a replica that
+        joins lacks: take WeightAveraging, and torch's SWALR as the scheduler
+    Timer | refused | each replica has its own clock, so the replicas would part: say max_steps
+    WeightAveraging | kept | recipe lightning_averaging
+    """)
 
-_HOOKS: dict[str, Row] = {
-    **{f"on_{x}_{y}": _HOOK for x in ("fit", "train", "validation") for y in ("start", "end")},
-    **{f"on_{x}_epoch_{y}": _HOOK for x in ("train", "validation") for y in ("start", "end")},
-    **{f"on_{x}_batch_{y}": _HOOK for x in ("train", "validation") for y in ("start", "end")},
-    **{
-        f"on_{x}_{y}": NoInfluence("after the training")
-        for x in ("test", "predict")
-        for y in ("start", "end")
-    },
-    **{
-        f"on_{x}_{z}_{y}": NoInfluence("after the training")
-        for x in ("test", "predict")
-        for y in ("start", "end")
-        for z in ("batch", "epoch")
-    },
-    **dict.fromkeys(("on_before_optimizer_step", "on_before_zero_grad"), _HOOK),
-    **dict.fromkeys(("on_before_backward", "on_after_backward"), _HOOK),
-}
-_STATE: dict[str, Row] = {
-    "state_dict": _OWN,
-    "load_state_dict": _OWN,
-    "on_exception": NoInfluence("the training is over"),
-}
+_HOOKS: dict[str, Row] = rows_of("""
+    on_fit_start on_fit_end on_train_start on_train_end on_train_epoch_start on_train_epoch_end
+        on_train_batch_start on_train_batch_end on_validation_start on_validation_end
+        on_validation_epoch_start on_validation_epoch_end on_validation_batch_start on_validation_batch_end
+        on_before_optimizer_step on_before_zero_grad on_before_backward on_after_backward | kept | recipe
+        lightning_hooks
+    on_test_start on_test_end on_test_epoch_start on_test_epoch_end on_test_batch_start on_test_batch_end
+        on_predict_start on_predict_end on_predict_epoch_start on_predict_epoch_end on_predict_batch_start
+        on_predict_batch_end | idle | after the training
+    """)
+_STATE: dict[str, Row] = rows_of("""
+    state_dict load_state_dict | kept | test_a_callback_that_has_loaded_a_state_has_it
+    on_exception | idle | the training is over
+    """)
 CALLBACK_HOOKS: dict[str, Row] = {
     **_HOOKS,
     **_STATE,
-    "setup": _HOOK,
-    "teardown": _HOOK,
-    "on_save_checkpoint": NoInfluence("it writes into a file"),
-    "on_sanity_check_start": NoInfluence("before the training"),
-    "on_sanity_check_end": NoInfluence("before the training"),
-    "on_load_checkpoint": Refusal("FabricStrategy shares a callback's state_dict: return the state there"),
+    **rows_of("""
+    setup teardown | kept | recipe lightning_hooks
+    on_save_checkpoint | idle | it writes into a file
+    on_sanity_check_start on_sanity_check_end | idle | before the training
+    on_load_checkpoint | refused | FabricStrategy shares a callback's state_dict: return the state there
+    """),
 }
-_STEPS: dict[str, Row] = {
-    **rows_of(_JOB, "training_step forward configure_optimizers"),
-    **rows_of(
-        _HOOK,
-        "validation_step configure_callbacks configure_gradient_clipping clip_gradients backward "
-        "optimizer_step optimizer_zero_grad lr_scheduler_step",
-    ),
-    "test_step": NoInfluence("it concerns Trainer.test"),
-    "predict_step": NoInfluence("it concerns Trainer.predict"),
-    **rows_of(Kept("recipe lightning_manual"), "manual_backward toggle_optimizer untoggle_optimizer"),
-}
-_READING = ("train_dataloader", "val_dataloader", "transfer_batch_to_device")
-_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
-DATA_HOOKS: dict[str, Row] = {
-    **dict.fromkeys((*_READING, *_TRANSFER), _HOOK),
-    "test_dataloader": NoInfluence("it concerns Trainer.test"),
-    "predict_dataloader": NoInfluence("it concerns Trainer.predict"),
-    **dict.fromkeys(("prepare_data", "setup", "teardown"), _HOOK),
-}
+DATA_HOOKS: dict[str, Row] = rows_of("""
+    train_dataloader val_dataloader transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer
+        prepare_data setup teardown | kept | recipe lightning_hooks
+    test_dataloader | idle | it concerns Trainer.test
+    predict_dataloader | idle | it concerns Trainer.predict
+    """)
 DATA_MODULE_HOOKS: dict[str, Row] = {**DATA_HOOKS, **_STATE}
 MODULE_HOOKS: dict[str, Row] = {
     **_HOOKS,
-    "on_save_checkpoint": _SAVED,
-    "on_load_checkpoint": _SAVED,
-    **_STEPS,
     **DATA_HOOKS,
-    "configure_model": _HOOK,
-    "configure_sharded_model": Kept("recipe lightning_overfit"),
-    "on_validation_model_zero_grad": _HOOK,
-    **{f"on_validation_model_{x}": _HOOK for x in ("eval", "train")},
-    **{f"on_test_model_{x}": NoInfluence("after the training") for x in ("eval", "train")},
-    "on_predict_model_eval": NoInfluence("after the training"),
+    **rows_of("""
+    on_save_checkpoint on_load_checkpoint | kept | test_what_hooks_save_is_shared_state
+    training_step forward configure_optimizers | kept |
+        test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_job
+    validation_step configure_callbacks configure_gradient_clipping clip_gradients backward optimizer_step
+        optimizer_zero_grad lr_scheduler_step configure_model on_validation_model_zero_grad
+        on_validation_model_eval on_validation_model_train | kept | recipe lightning_hooks
+    test_step | idle | it concerns Trainer.test
+    predict_step | idle | it concerns Trainer.predict
+    manual_backward toggle_optimizer untoggle_optimizer | kept | recipe lightning_manual
+    configure_sharded_model | kept | recipe lightning_overfit
+    on_test_model_eval on_test_model_train on_predict_model_eval | idle | after the training
+    """),
 }
-SCHEDULER: dict[str, Row] = {
-    **rows_of(Kept("recipe lightning_trainer"), "scheduler interval frequency"),
-    "name": NoInfluence("it names a curve"),
-    **rows_of(Kept("recipe lightning_plateau"), "reduce_on_plateau monitor strict"),
-}
+SCHEDULER: dict[str, Row] = rows_of("""
+    scheduler interval frequency | kept | recipe lightning_trainer
+    name | idle | it names a curve
+    reduce_on_plateau monitor strict | kept | recipe lightning_plateau
+    """)
 PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 
 
@@ -332,31 +293,12 @@ def hooks_of(base: Any) -> list[str]:
     return sorted(name for name in names if not name.startswith("_") and name not in CALLED)
 
 
-# Methods of Lightning's classes that users call and do not override.
-CALLED = frozenset(
-    (
-        *(
-            "all_gather",
-            "freeze",
-            "log",
-            "log_dict",
-            "lr_schedulers",
-            "optimizers",
-            "print",
-            "save_hyperparameters",
-        ),
-        "remove_ignored_hparams",
-        *(
-            "to_onnx",
-            "to_tensorrt",
-            "to_torchscript",
-            "toggled_optimizer",
-            "unfreeze",
-            "load_from_checkpoint",
-        ),
-        *("apply_to_collection", "cpu", "cuda", "double", "float", "half", "to", "type", "dtype", "device"),
-    )
-)
+CALLED: dict[str, Row] = rows_of("""
+    all_gather freeze log log_dict lr_schedulers optimizers print save_hyperparameters remove_ignored_hparams
+        to_onnx to_tensorrt to_torchscript toggled_optimizer unfreeze load_from_checkpoint apply_to_collection
+        cpu cuda double float half to type dtype device | idle | users call these methods, and do not override
+        them
+    """)
 
 
 def _check_optimization(trainer: Any) -> None:

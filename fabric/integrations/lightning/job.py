@@ -1,39 +1,98 @@
 """The session of a FabricStrategy, and the job's micro-batches in the form that Lightning's loop reads."""
 
-import dataclasses
 import importlib
 import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils.data import Sampler
 
 import fabric.client
-from fabric.client.gradients.buffer_choices import default_buffers
-from fabric.client.loop.optimizer_watch import MORE_OPTIMIZERS
-from fabric.client.loop.unshared_objects import ADVICE
+from fabric.client.gradients.forward_buffers import default_buffers
+from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
 from fabric.integrations.lightning.arguments import check_kept_values
-from fabric.integrations.lightning.callback_states import CallbackStates, averaged_models, hook_states
 from fabric.integrations.lightning.figures import JobFigures
-from fabric.integrations.lightning.manual import ManualSteps
 from fabric.integrations.lightning.release import ROOT
-from fabric.integrations.lightning.run_files import LogWriter, RunFiles
+from fabric.integrations.lightning.run_files import (
+    CallbackStates,
+    LogWriter,
+    RunFiles,
+    averaged_models,
+    hook_states,
+)
 from fabric.integrations.script_state import ScriptState
-from fabric.integrations.step_feed import StepFeed
-from fabric.integrations.training_data import TrainingData
+from fabric.integrations.training_data import StepFeed, TrainingData
 from fabric.runtime import config
 from fabric.runtime.config import parse_replicas
 
 if TYPE_CHECKING:
     from fabric.integrations.lightning.strategy import FabricStrategy
+
+# Manual optimization: ``training_step`` calls ``manual_backward`` and the optimizer on its own.
+#
+# A batch of the Trainer is a step of the job. If a replica is lost, ``manual_backward`` of another one leaves
+# ``training_step`` before the update, and ``training_step`` is called for the lost micro-batch. So all that
+# follows ``manual_backward``, such as clipping, the optimizer and a scheduler, happens once per step.
+
+
+class _NextMicroBatch(BaseException):
+    """The job's step has a further micro-batch. No error, so that ``except Exception`` lets it pass."""
+
+
+class ManualSteps:
+    """Stands between a Trainer and a ``training_step`` that optimizes manually."""
+
+    def __init__(self, trainer: Any, job: "LightningJob") -> None:
+        self._trainer, self._job = trainer, job
+        self._backwards = 0  # calls of manual_backward for the micro-batch under way
+        self._following: Any = None
+
+    def training_step(self, run: Callable[..., Any], batch: Any, *more: Any) -> Any:
+        """Call ``run``, the script's own, for ``batch`` and for all further micro-batches of the step."""
+        updates = self._trainer.global_step
+        while True:
+            self._backwards = 0
+            try:
+                output = run(batch, *more)
+                break
+            except _NextMicroBatch:
+                batch = self._job.prepared(self._following)
+        if self._backwards != 1 or self._trainer.global_step != updates + 1:
+            raise ConfigError(
+                f"training_step called manual_backward {self._backwards} times and made "
+                f"{self._trainer.global_step - updates} updates, and FabricStrategy needs one of each for "
+                "each batch: add the losses up, and take larger batches in place of an accumulation"
+            )
+        return output
+
+    def backward(self, run: Callable[[float], Any], loss: torch.Tensor) -> torch.Tensor:
+        """Add the micro-batch's gradient by ``run``, which takes a factor; return with the job's average."""
+        job = self._job
+        self._backwards += 1
+        job.bring_back()
+        if self._backwards == 1 and job.has_batch:
+            run(job.scale())
+            self._following = job.next_micro_batch()
+            if self._following is not None:
+                job.set_aside()
+                raise _NextMicroBatch
+        return loss.detach()
+
+
+def check_closure(closure: Callable[[], Any]) -> None:
+    """Raise ConfigError where the script gives its optimizer a closure."""
+    if closure.__name__ != "do_nothing_closure":
+        raise ConfigError(
+            "the LightningModule gives its optimizer a closure, which FabricStrategy cannot interrupt: call "
+            "manual_backward before optimizer.step()"
+        )
+
 
 # An epoch of Lightning's Trainer as steps of a job, and what a micro-batch counts for in its step.
 #
@@ -173,7 +232,7 @@ class LightningJob:
         settings = config.settings(**{k: v for k, v in arguments.items() if k in config.Settings.__slots__})
         source = TrainingData.of(loader)
         self.epochs = _epochs(trainer, source, parse_replicas(settings.replicas)[1])
-        self._source = _limited(source, self.epochs.samples)
+        self._source = source.limited(self.epochs.samples)
         self._until = _until(trainer, self.epochs.steps)
         self.more: tuple[Any, ...] = ()  # further arguments of training_step
         self.has_batch = False  # the loop holds a micro-batch of the job
@@ -387,19 +446,6 @@ class JobBatches:
         """Load nothing."""
 
 
-class FirstOf(Sampler[Any]):
-    """The first ``size`` positions of each pass of ``sampler``, as ``limit_train_batches`` says."""
-
-    def __init__(self, sampler: Any, size: int) -> None:
-        self.sampler, self._size = sampler, size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), self._size)
-
-
 def _release_sigterm(trainer: Any) -> None:
     """Leave SIGTERM to the session: Lightning's own handler ends the Trainer without the job's knowledge.
 
@@ -409,12 +455,6 @@ def _release_sigterm(trainer: Any) -> None:
     own = all(getattr(x, "__self__", None) is trainer._signal_connector for x in composed)  # noqa: SLF001
     if own and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _limited(source: TrainingData, samples: int) -> TrainingData:
-    if samples == source.size:
-        return source
-    return dataclasses.replace(source, sampler=FirstOf(source.sampler, samples), size=samples)
 
 
 def _epochs(trainer: Any, source: TrainingData, replicas: int) -> EpochShape:

@@ -18,12 +18,11 @@ import torch
 from fabric.client.data.randomness import seed_everything
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError
+from fabric.integrations.arguments import check_version
 from fabric.integrations.lightning.arguments import check_trainer
-from fabric.integrations.lightning.job import JobBatches, LightningJob
-from fabric.integrations.lightning.manual import check_closure
+from fabric.integrations.lightning.job import JobBatches, LightningJob, check_closure
 from fabric.integrations.lightning.release import LEAST, ROOT, TESTED
 from fabric.integrations.lightning.run_files import write_nothing
-from fabric.integrations.versions import check_version
 from fabric.runtime import config
 
 _strategies: Any = importlib.import_module(f"{ROOT}.strategies")

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from fabric.client.attach import ends_with_a_sentence
-from fabric.client.outer.outer_loop import OuterLoop, make_outer_loop
-from fabric.client.outer.outer_schedule import OuterSchedule
+from fabric.client.outer.outer_loop import OuterLoop, OuterSchedule, make_outer_loop
 from fabric.errors import ConfigError
 from fabric.integrations.torchft.managed_steps import Manager
-from fabric.integrations.torchft.optim import OptimizerWrapper
+from fabric.integrations.torchft.wrappers import OptimizerWrapper
 
 # torchft's arguments on where copies lie and how they are sent.
 _WITHOUT_EFFECT = {"backup_device", "bucket_cap_mb", "pin_memory", "should_quantize", "use_bucketization"}

@@ -19,12 +19,12 @@ from torch.futures import Future
 
 import fabric.client
 from fabric.client.attach import ends_with_a_sentence
-from fabric.client.gradients.buffer_choices import default_buffers
+from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.loop_orders import LoopOrder
+from fabric.client.loop.unshared_objects import living, tensors_in
 from fabric.client.outer.outer_loop import OuterLoop
 from fabric.client.process import excepthook
 from fabric.errors import ConfigError, FabricError
-from fabric.integrations.adopt.living_objects import living
 from fabric.integrations.torchft.arguments import parse_arguments
 from fabric.integrations.torchft.checkpointing import check_transport
 from fabric.protocol.messages import member_events as io
@@ -106,7 +106,7 @@ class RegisteredState:
             raise ConfigError(
                 f"the script's state_dict function returned a {type(saved).__name__}: return a dict"
             )
-        memory = {x.data_ptr() for x in _tensors([*self._states()]) if x.numel()}
+        memory = {x.data_ptr() for x in tensors_in([*self._states()]) if x.numel()}
         return {key: value for key, value in saved.items() if not self._is_carried(value, memory)}
 
     def _states(self) -> Iterator[Mapping[str, Any]]:
@@ -136,17 +136,6 @@ def _optimizers_of(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
             "fabric.integrations.torchft.OptimizerWrapper"
         )
     return optimizers
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
 
 
 _T = TypeVar("_T")

@@ -53,7 +53,7 @@ def test_a_replica_that_hangs_in_user_code_is_named(zygote, tmp_path):
 
 
 def test_a_job_that_runs_is_accused_of_nothing(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "2000"}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "2000", "TINY_STEP_S": "0.1"}) as job:
         job.start_all()
         job.wait_for(lambda: len(job.events("r0", "commit")) > 3, "the first steps")
 

@@ -21,6 +21,7 @@ def job(zygote, tmp_path):
         "FABRIC_DURABLE": str(tmp_path / "durable"),
         "FABRIC_DURABLE_EVERY": "1h",
         "TINY_STEPS": str(MANY),
+        "TINY_STEP_S": "0.1",
     }
     with Job(zygote, tmp_path / "job", environment=environment) as started:
         yield started
@@ -85,6 +86,7 @@ def test_replicas_of_two_ranks_save_their_state_whichever_rank_the_platform_sign
         "FABRIC_DURABLE_EVERY": "1h",
         "SHARDED": "fsdp2",
         "TINY_STEPS": str(MANY),
+        "TINY_STEP_S": "0.1",
     }
     with RankJob(zygote, tmp_path / "job", replicas=2, ranks=2, environment=environment) as job:
         job.start_all()

@@ -212,7 +212,7 @@ def test_inner_steps_go_on_while_a_fragment_is_exchanged(zygote, tmp_path):
 
 def test_a_third_replica_joins_and_leaves_again(zygote, tmp_path):
     hurry = tmp_path / "hurry"
-    more = {"TINY_STEPS": "300", "OUTER_OWN_DATA": "1", "OUTER_HURRY": str(hurry)}
+    more = {"TINY_STEPS": "80", "OUTER_OWN_DATA": "1", "OUTER_HURRY": str(hurry)}
     # Until the third replica has joined the others pause, so that it catches up on a busy machine too.
     more |= {"TINY_REPLICAS": "3", "TINY_STEP_S": "0.1"}
     with Job(zygote, tmp_path, replicas=2, environment=environment(STREAMING, **more)) as job:
@@ -237,6 +237,6 @@ def test_a_third_replica_joins_and_leaves_again(zygote, tmp_path):
         assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
         assert not (aborts := job.events("r0", "abort")), f"the join or the leave stopped it: {aborts}"
         assert job.events("r0", "commit")[-1]["members"] == ["r0", "r1"], job.logs()
-        check(job, 300)
+        check(job, 80)
         begun = max(said(job, "r2", "begins"))
         assert said(job, "r2", "begins")[begun] == said(job, "r0", "global")[begun]

@@ -27,7 +27,7 @@ def status_of(url: str, token: str) -> int:
 def test_a_token_is_replaced_while_the_job_runs(zygote, tmp_path):
     key = tmp_path / "drill-key"
     write(key, "a-key-of-drills")
-    environment = {"TINY_STEPS": "1000000", "FABRIC_DRILL": str(key)}
+    environment = {"TINY_STEPS": "1000000", "TINY_STEP_S": "0.1", "FABRIC_DRILL": str(key)}
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
         # Every process has its own token file, and each of the three steps changes the files one by one.
         files = {"lighthouse": job.token, "r0": tmp_path / "token-r0", "r1": tmp_path / "token-r1"}

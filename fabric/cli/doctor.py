@@ -22,7 +22,13 @@ from fabric.ckpt_server.durable.storage import ANSWER_S, Storage, StorageCall, S
 from fabric.cli.lighthouse_options import store_access, store_access_options
 from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.model import printable
-from fabric.runtime.config import Settings, advertised_host, refuse_unknown_variables, settings
+from fabric.runtime.config import (
+    Settings,
+    advertised_host,
+    given_text,
+    refuse_unknown_variables,
+    settings,
+)
 from fabric.runtime.http.http_service import bind_first_free, parse_ports
 from fabric.runtime.http.lighthouse_client import describe, permanent_cause, understood
 from fabric.runtime.system_calls import available_bytes, create_memfd, open_pidfd
@@ -48,14 +54,14 @@ class Finding:
 @click.option("--store", default="", help="Look at this store too, as `fabric lighthouse --store` would.")
 @store_access_options
 @click.option("--state-gb", default=0.0, help="Parameters and optimizer state of one process, in GB.")
-@click.option("--replica", envvar="FABRIC_REPLICA", default="", hidden=True)
-def doctor(store: str, state_gb: float, replica: str, **access: Any) -> None:
+def doctor(store: str, state_gb: float, **access: Any) -> None:
     """Check this host for a replica with the FABRIC_* settings that are set, and say what to do.
 
     Where lighthouses run, `fabric doctor --store URL` is enough.
     """
     worst = 0
-    for finding in examine(store, state_gb, store_access(access), replica=bool(replica) or not store):
+    for_replica = bool(given_text("replica")) or not store
+    for finding in examine(store, state_gb, store_access(access), replica=for_replica):
         worst = max(worst, ("ok", "warn", "bad").index(finding.level))
         what, advice = printable(finding.what), printable(finding.do)  # a lighthouse's own words may be in it
         click.echo(f"{finding.level:<5}{what}" + (f"\n     {advice}" if advice else ""))

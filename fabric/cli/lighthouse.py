@@ -48,12 +48,6 @@ _LIVENESS = LivenessConfig()
 @click.option("--store-wait-s", default=15.0, show_default=True, help="How long to wait for the store.")
 @click.option("--silence-s", default=_LIVENESS.silence_s, show_default=True, help="Silence of a dead member.")
 @click.option(
-    "--reconnect-s",
-    default=_LIVENESS.reconnect_s,
-    show_default=True,
-    help="How long a living trainer's session may be away.",
-)
-@click.option(
     "--start-wait-s",
     default=Policy().start_wait_s,
     show_default=True,
@@ -78,13 +72,7 @@ _LIVENESS = LivenessConfig()
     "--failures",
     default=LeaderConfig().failures,
     show_default=True,
-    help="This many failures keep a replica or a host out for a while; 0: never.",
-)
-@click.option(
-    "--failures-s",
-    default=LeaderConfig().failures_s,
-    show_default=True,
-    help="Failures within this many seconds count.",
+    help="This many failures within half an hour keep a replica or a host out for a while; 0: never.",
 )
 def lighthouse(**given: Any) -> None:
     """Decide who takes part in each job, until SIGTERM. Start several on one store: one of them leads."""
@@ -92,10 +80,9 @@ def lighthouse(**given: Any) -> None:
     logs.set_up("lighthouse", take("form"))
     leader = LeaderConfig(
         policy=Policy(start_wait_s=take("start_wait_s")),
-        liveness=LivenessConfig(silence_s=take("silence_s"), reconnect_s=take("reconnect_s")),
+        liveness=LivenessConfig(silence_s=take("silence_s")),
         autonomy_s=take("autonomy_s"),
         failures=take("failures"),
-        failures_s=take("failures_s"),
     )
     access = store_access(given)
     quotas = Quotas(take("max_jobs"), take("max_replicas"), take("retain_s"))

@@ -159,10 +159,8 @@ def check_settings(settings: LighthouseSettings) -> None:
     liveness, policy = settings.leader.liveness, settings.leader.policy
     for name, value in (
         ("silence-s", liveness.silence_s),
-        ("reconnect-s", liveness.reconnect_s),
         ("start-wait-s", policy.start_wait_s),
         ("autonomy-s", settings.leader.autonomy_s),
-        ("failures-s", settings.leader.failures_s),
     ):
         if not 0.25 <= value <= 1e6:
             raise ConfigError(f"{name} is {value:g}: give 0.25 to 1000000 seconds")

@@ -5,7 +5,7 @@ few seconds, and is told what to do next. This table keeps nothing for a new lea
 attempt, and the nodes' numbers, from the launchers' own words. No clock and no network here.
 
 An attempt begins when every number has a host that waits. It is over when each of its nodes has said how its
-ranks ended, or is lost. Only then do the launchers judge, each by itself and all from the same facts. A host
+ranks ended, or is lost. Only then do the launchers judge, all from the same facts. A host
 that is lost keeps its number only until a spare host stands by.
 """
 
@@ -52,7 +52,7 @@ class NodeEnd:
 
 @dataclass(frozen=True, slots=True)
 class NodeSays:
-    """What one launcher says of itself."""
+    """One launcher's words about itself."""
 
     id: _Word  # of this process, so that one that replaces it is another
     host: _Word
@@ -70,7 +70,7 @@ class NodeSays:
 
 @dataclass(frozen=True, slots=True)
 class NodeOrder:
-    """What one launcher shall do.
+    """An order to one launcher.
 
     "wait" for an order, "start" its ranks, let them "run", "stop" them, or "judge" how the attempt ``ended``.
     """
@@ -86,7 +86,7 @@ class NodeOrder:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells orders to one launcher apart."""
+        """The part that differs between two orders to one launcher."""
         return (self.do, self.run, self.why)
 
 
@@ -140,15 +140,13 @@ class _Attempt:
         self.ended[node] = end
         if not end.is_clean:
             failed = min(end.first or (rank for rank, code in end.codes.items() if code), default=0)
-            self.fail(f"rank {failed} on {self.name(node)} ended with {end.codes.get(failed, 1)}")
+            why = f"rank {failed} on {self.name(node)} ended with {end.codes.get(failed, 1)}"
+            self.why = self.why or why
 
     def note_loss(self, node: int, why: str) -> None:
         if node not in self.ended:
             self.lost.setdefault(node, f"{self.name(node)} {why}")
-            self.fail(self.lost[node])
-
-    def fail(self, why: str) -> None:
-        self.why = self.why or why
+            self.why = self.why or self.lost[node]
 
     def settle(self) -> None:
         """Fix the outcome when each node has ended or is lost; it never changes afterwards."""
@@ -174,12 +172,8 @@ class ReplicaNodes:
 
     def __init__(self, new_run: Callable[[], str]) -> None:
         self._new_run = new_run
-        self._launchers: dict[str, _Launcher] = {}
+        self.launchers: dict[str, _Launcher] = {}
         self._attempt: _Attempt | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._launchers
 
     @property
     def stage(self) -> tuple[str, str, bool]:
@@ -188,42 +182,34 @@ class ReplicaNodes:
         return ("", "", False) if attempt is None else (attempt.run, attempt.why, attempt.outcome is not None)
 
     @property
-    def attempt(self) -> tuple[int, dict[int, str]]:
-        """The number of the newest attempt, and the host of each of its nodes."""
-        return (0, {}) if self._attempt is None else (self._attempt.number, dict(self._attempt.hosts))
+    def attempt(self) -> tuple[int, dict[int, str], set[str]]:
+        """The number of the newest attempt, the host of each of its nodes, and their launchers."""
+        attempt = self._attempt
+        return (0, {}, set()) if attempt is None else (attempt.number, attempt.hosts, set(attempt.node_of))
 
     def hear(self, says: NodeSays, now: float) -> bool:
-        """Take one request; return whether its launcher is known now. ``answered`` must follow."""
-        known = self._launchers.get(says.id)
-        if known is None and (says.gone or len(self._launchers) >= MAX_LAUNCHERS):
+        """Take one request; return whether its launcher is launcher now. ``answered`` must follow."""
+        launcher = self.launchers.get(says.id)
+        if launcher is None and (says.gone or len(self.launchers) >= MAX_LAUNCHERS):
             self._note(says, now)
             return False
-        if known is None:
-            known = self._launchers[says.id] = _Launcher(says, now, now)
-        if known.says.run and not says.run:
-            known.since = now
-        known.says, known.is_broken, known.open = says, False, known.open + 1
+        if launcher is None:
+            launcher = self.launchers[says.id] = _Launcher(says, now, now)
+        if launcher.says.run and not says.run:
+            launcher.since = now
+        launcher.says, launcher.is_broken, launcher.open = says, False, launcher.open + 1
         self._note(says, now)
         if says.gone:
-            del self._launchers[says.id]
+            del self.launchers[says.id]
         self.sweep(now)
         return not says.gone
 
-    def answered(self, launcher: str, now: float, *, broken: bool = False) -> None:
+    def answered(self, identity: str, now: float, *, broken: bool = False) -> None:
         """Note that a request of this launcher has its answer, or that its connection has broken."""
-        known = self._launchers.get(launcher)
-        if known is not None:
-            known.open, known.at = known.open - 1, now
-            known.is_broken = broken and not known.open
-
-    def forget(self, launcher: str) -> None:
-        """Forget a spare host that has become a node of another replica."""
-        self._launchers.pop(launcher, None)
-
-    @property
-    def roster(self) -> set[str]:
-        """The launchers of the newest attempt."""
-        return set() if self._attempt is None else set(self._attempt.node_of)
+        launcher = self.launchers.get(identity)
+        if launcher is not None:
+            launcher.open, launcher.at = launcher.open - 1, now
+            launcher.is_broken = broken and not launcher.open
 
     def sweep(self, now: float) -> None:
         """Note losses, and begin an attempt where that is possible now."""
@@ -232,20 +218,20 @@ class ReplicaNodes:
             for node in set(range(attempt.nodes)) - set(attempt.ended) - set(attempt.lost):
                 self._note_silence(attempt, node, now)
             attempt.settle()
-        for name, known in list(self._launchers.items()):
-            if known.silent_s(now) > SILENT_S:
-                del self._launchers[name]
+        for name, launcher in list(self.launchers.items()):
+            if launcher.silent_s(now) > SILENT_S:
+                del self.launchers[name]
         if attempt is None or attempt.outcome is not None:
             self._begin(now)
 
-    def order(self, launcher: str, now: float) -> NodeOrder:
+    def order(self, identity: str, now: float) -> NodeOrder:
         """Return what this launcher shall do."""
-        known, attempt = self._launchers.get(launcher), self._attempt
-        if known is None:
+        launcher, attempt = self.launchers.get(identity), self._attempt
+        if launcher is None:
             return NodeOrder("wait", "the lighthouse does not know this launcher")
-        says = known.says
+        says = launcher.says
         if not says.run:
-            return self._order_to_wait(known, now)
+            return self._order_to_wait(launcher, now)
         if attempt is None or says.run != attempt.run:
             if says.end is None:
                 return NodeOrder("stop", "the replica's other hosts are in a newer attempt", says.run)
@@ -281,16 +267,16 @@ class ReplicaNodes:
         attempt.settle()
 
     def _note_silence(self, attempt: _Attempt, node: int, now: float) -> None:
-        known = self._launchers.get(attempt.roster.get(node, ""))
-        silent_s = now - attempt.began if known is None else known.silent_s(now)
-        limit_s = SUSPECT_S if attempt.why or (known is not None and known.is_broken) else SILENT_S
+        launcher = self.launchers.get(attempt.roster.get(node, ""))
+        silent_s = now - attempt.began if launcher is None else launcher.silent_s(now)
+        limit_s = SUSPECT_S if attempt.why or (launcher is not None and launcher.is_broken) else SILENT_S
         if silent_s > limit_s:
             attempt.note_loss(node, f"has not been heard for {silent_s:.0f} s")
 
     # --- the next attempt ---------------------------------------------------------------------------------
 
-    def _order_to_wait(self, known: _Launcher, now: float) -> NodeOrder:
-        attempt, says = self._attempt, known.says
+    def _order_to_wait(self, launcher: _Launcher, now: float) -> NodeOrder:
+        attempt, says = self._attempt, launcher.says
         if attempt is not None:
             node = attempt.node_of.get(says.id)
             if node is not None and attempt.outcome is None and says.attempt < attempt.number:
@@ -309,8 +295,8 @@ class ReplicaNodes:
 
     def _waiting(self, now: float) -> list[_Launcher]:
         """The launchers that wait for an attempt, the one that waits longest first."""
-        here = [known for known in self._launchers.values() if not known.says.run and known.is_here(now)]
-        return sorted(here, key=lambda known: (known.since, known.says.id))
+        here = [x for x in self.launchers.values() if not x.says.run and x.is_here(now)]
+        return sorted(here, key=lambda x: (x.since, x.says.id))
 
     def _difference(self, says: NodeSays, now: float) -> str | None:
         """Say which other host was started otherwise; None where all agree."""
@@ -332,10 +318,13 @@ class ReplicaNodes:
         """
         waiting, nodes = [x for x in self._waiting(now) if x.says.shape == like.shape], like.nodes
         before = self._attempt.roster if self._attempt is not None else {}
-        by_id = {known.says.id: known for known in waiting}
+        by_id = {launcher.says.id: launcher for launcher in waiting}
         seats = {n: by_id[name] for n, name in before.items() if name in by_id and n < nodes}
-        seated = {known.says.id for known in seats.values()}
-        open_ = [n for n in range(nodes) if n not in seats and not self._may_return(before.get(n), now)]
+        seated = {launcher.says.id for launcher in seats.values()}
+        # A holder that is here is on its way from the last attempt to the next.
+        holders = {n: self.launchers.get(identity) for n, identity in before.items()}
+        away = {n for n, holder in holders.items() if holder is None or not holder.is_here(now)}
+        open_ = [n for n in range(nodes) if n not in seats and (n in away or n not in before)]
         for node in open_:
             claims = [x for x in waiting if x.says.number == node and x.says.id not in seated]
             if claims:
@@ -344,7 +333,9 @@ class ReplicaNodes:
         began = waiting[0].since if waiting else now
         for node in open_:
             is_overdue = node in before or now - began > UNCLAIMED_S
-            spares = [x for x in waiting if x.says.id not in seated and self._is_spare(x, before)]
+            # A host whose place was taken while it was away is a spare host too.
+            without = [x for x in waiting if before.get(x.says.number) != x.says.id or x.says.number == SPARE]
+            spares = [x for x in without if x.says.number in (SPARE, *before) and x.says.id not in seated]
             if node in seats or not spares or not is_overdue:
                 continue
             rack = self._attempt.racks.get(node, "") if self._attempt is not None else ""
@@ -353,29 +344,19 @@ class ReplicaNodes:
             seated.add(chosen.says.id)
         return seats
 
-    def _is_spare(self, known: _Launcher, before: dict[int, str]) -> bool:
-        """Whether it has no number of its own: a spare host, or one whose place was taken meanwhile."""
-        number = known.says.number
-        return number == SPARE or before.get(number, known.says.id) != known.says.id
-
-    def _may_return(self, launcher: str | None, now: float) -> bool:
-        """Whether the holder of a number is on its way from the last attempt to the next."""
-        known = self._launchers.get(launcher or "")
-        return known is not None and known.is_here(now)
-
     def _begin(self, now: float) -> None:
         """Begin an attempt of hosts that were started alike: as the last attempt's, if they are complete."""
         before = self._attempt
-        shapes = {known.says.shape: known.says for known in reversed(self._waiting(now))}
+        shapes = {launcher.says.shape: launcher.says for launcher in reversed(self._waiting(now))}
         likes = sorted(shapes.values(), key=lambda says: before is None or says.shape != before.shape)
         for like in likes:
             seats = self._seats(like, now)
             if len(seats) == like.nodes:
-                newest = max(known.says.attempt for known in self._launchers.values())
+                newest = max(launcher.says.attempt for launcher in self.launchers.values())
                 number = 1 + max(newest, before.number if before is not None else 0)
                 attempt = _Attempt(number, self._new_run(), like.nodes, like.shape, now)
                 attempt.head = seats[0].says.address
-                for node, known in sorted(seats.items()):
-                    attempt.seat(node, known.says)
+                for node, launcher in sorted(seats.items()):
+                    attempt.seat(node, launcher.says)
                 self._attempt = attempt
                 return

@@ -215,7 +215,7 @@ async def die_and_come_back(http, lighthouse, members, server, job):
 
 
 async def test_a_replica_that_fails_repeatedly_waits_until_an_operator_admits_it(http, tmp_path, job):
-    arguments = ("--failures", "2", "--failures-s", "1000")
+    arguments = ("--failures", "2")
     with LighthouseProcess(tmp_path, f"sqlite://{tmp_path}/store.db", arguments=arguments) as lighthouse:
         async with AsyncExitStack() as stack:
             members = await start_job(http, lighthouse.url, count=3, job=job)

@@ -107,13 +107,9 @@ class AttemptSpec:
     log_dir: Path | None = None
     inherited: tuple[int, ...] = ()  # descriptors that the ranks inherit
 
-    @property
-    def own_ranks(self) -> range:
-        return self.place.own_ranks(self.layout)
-
     def rank_environment(self, rank: int) -> dict[str, str]:
         """The environment of one rank: the variables that torchrun sets, and the layout."""
-        size, ranks = str(self.layout.ranks), self.own_ranks
+        size, ranks = str(self.layout.ranks), self.place.own_ranks(self.layout)
         own = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank - ranks.start),
@@ -173,7 +169,7 @@ class LaunchAttempt:
     def start(self) -> None:
         """Start every rank. Raises OSError if the program cannot be started; then no rank is left."""
         try:
-            for rank in self._spec.own_ranks:
+            for rank in self._spec.place.own_ranks(self._spec.layout):
                 self._start(rank)
         except OSError:
             self.signal(signal.SIGKILL)

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import fabric
 from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, Place, RankOutput, RankProcess
 from fabric.cli.launch.devices import visible_devices
-from fabric.cli.launch.node_link import NodeLink, combined
+from fabric.cli.launch.node_link import NodeLink
 from fabric.cli.launch.restart_policy import AttemptEnd, DeviceHistory, NextMove, RestartPolicy, choose_layout
 from fabric.errors import ConfigError, FabricError, Unreachable
 from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
@@ -347,56 +347,45 @@ class Deadlines:
 
 
 class OtherHosts:
-    """What this host says to the other hosts of its replica, and what it is told."""
+    """This host's words to the other hosts of its replica, and their answers over ``link``."""
 
     def __init__(self, plan: LaunchPlan, selector: selectors.BaseSelector) -> None:
         chosen = settings({"FABRIC_REPLICA": "spare-node", **plan.environment, "FABRIC_LAYOUT": ""})
         self._host = advertised_host(chosen)
-        self._link = NodeLink(plan.environment)
-        selector.register(self._link.descriptor, selectors.EVENT_READ, self._link)
-        self._says = NodeSays(
+        self.link = NodeLink(plan.environment)
+        selector.register(self.link.descriptor, selectors.EVENT_READ, self.link)
+        self.says = NodeSays(
             uuid.uuid4().hex, self._host, plan.node, plan.nodes, "", "none", rack=chosen.rack
         )
         self.own_ranks = range(0)
 
-    @property
-    def order(self) -> NodeOrder:
-        return self._link.order
-
-    @property
-    def run(self) -> str:
-        """The name of the attempt in which this host is."""
-        return self._says.run
-
     def wait_for_attempt(self, layout: RankLayout, port: int) -> None:
         """Say that this host waits for the next attempt; rank 0 would listen on ``port``."""
-        count = layout.ranks // self._says.nodes
-        shape = (
-            f"{self._says.nodes} nodes of {counted(count, 'rank')} ({layout}), fabric {fabric.__version__}"
-        )
+        count = layout.ranks // self.says.nodes
+        shape = f"{self.says.nodes} nodes of {counted(count, 'rank')} ({layout}), fabric {fabric.__version__}"
         address = f"{self._host}:{port}"
-        self._says = replace(self._says, shape=shape, address=address, run="", end=None)
+        self.says = replace(self.says, shape=shape, address=address, run="", end=None)
         self.own_ranks = range(count)
-        self._link.say(self._says)
+        self.link.say(self.says)
 
     def take_place(self, order: NodeOrder) -> Place:
         """Obey an order to start, and return this host's place."""
-        says = replace(self._says, run=order.run, attempt=order.attempt, node=order.node)
+        says = replace(self.says, run=order.run, attempt=order.attempt, node=order.node)
         first = order.node * len(self.own_ranks)
-        self._says, self.own_ranks = says, range(first, first + len(self.own_ranks))
-        self._link.say(says, order.replica)
+        self.says, self.own_ranks = says, range(first, first + len(self.own_ranks))
+        self.link.say(says, order.replica)
         host, _, port = order.head.rpartition(":")
         return Place(order.node, says.nodes, host, int(port))
 
     def tell_end(self, end: AttemptEnd) -> None:
         """Say how this host's ranks ended."""
-        self._says = replace(self._says, end=NodeEnd(dict(end.codes), end.first, end.ran_s))
-        self._link.say(self._says)
+        self.says = replace(self.says, end=NodeEnd(dict(end.codes), end.first, end.ran_s))
+        self.link.say(self.says)
 
     def leave(self, why: str) -> None:
         """Say that this launcher ends, and wait a moment until the others know."""
-        self._link.say(replace(self._says, gone=why))
-        self._link.close()
+        self.link.say(replace(self.says, gone=why))
+        self.link.close()
 
 
 class Launcher:
@@ -455,7 +444,9 @@ class Launcher:
                 self._ordered = None
             when = f"in {move.pause_s:g} s" if move.pause_s else "at once"
             log.warning("%s (%s): attempt %d begins %s", move.why, layout, self._attempts + 1, when)
-            if order is None and self._speaks_for(end):
+            # One of the replica's hosts tells the lighthouse.
+            own = range(layout.ranks) if self._hosts is None else self._hosts.own_ranks
+            if order is None and min(end.first or end.codes, default=0) in own:
                 self._report(move.why, gave_up=False)
             self._pause(move.pause_s)
             if self._ended_by:
@@ -512,16 +503,16 @@ class Launcher:
         if self._hosts is None:
             return Place(port=port)
         self._hosts.wait_for_attempt(layout, port)
-        said = ""
+        reason = ""
         while not self._ended_by:
-            order = self._hosts.order
+            order = self._hosts.link.order
             if order.do == "start":
                 self._attempts = order.attempt - 1
                 self._plan.environment["FABRIC_REPLICA"] = order.replica
                 return self._hosts.take_place(order)
-            if order.why != said:
-                said = order.why
-                log.info("this host waits: %s", said)
+            if order.why != reason:
+                reason = order.why
+                log.info("this host waits: %s", reason)
             self._look(None)
         return None
 
@@ -543,7 +534,7 @@ class Launcher:
             layout=layout,
             place=place,
             number=self._attempts,
-            run=uuid.uuid4().hex if self._hosts is None else self._hosts.run,
+            run=uuid.uuid4().hex if self._hosts is None else self._hosts.says.run,
             replica=self._plan.replica,
             log_dir=self._plan.log_dir,
             inherited=(self._layouts.descriptor,),
@@ -577,9 +568,10 @@ class Launcher:
                     (failed_at + GRACE_S, signal.SIGTERM),
                     (failed_at + GRACE_S + _TERM_S, signal.SIGKILL),
                 ]
-            if self._hosts is not None and self._hosts.order.do == "stop" and not (stopped or self._ended_by):
+            order = NodeOrder("run") if self._hosts is None else self._hosts.link.order
+            if order.do == "stop" and not (stopped or self._ended_by):
                 stopped = True
-                log.warning("%s: this host's ranks end too", self._hosts.order.why)
+                log.warning("%s: this host's ranks end too", order.why)
                 at = time.monotonic() + STOPPED_S
                 deadlines.steps = [(at, signal.SIGTERM), (at + _TERM_S, signal.SIGKILL)]
         self._marked.sessions = frozenset(attempt.pids)
@@ -635,16 +627,11 @@ class Launcher:
         self._hosts.tell_end(end)
         until = time.monotonic() + UNTOLD_S if set(end.codes.values()) == {FINISHED} else math.inf
         while not self._ended_by and time.monotonic() < until:
-            if self._hosts.order.do == "judge":
-                return combined(self._hosts.order)
+            of_all = self._hosts.link.order.ended
+            if of_all is not None:
+                return AttemptEnd(of_all.codes, of_all.first, of_all.ran_s, of_all.lost)
             self._look(min(until - time.monotonic(), 3600.0))
         return end
-
-    def _speaks_for(self, end: AttemptEnd) -> bool:
-        """Whether this host tells the lighthouse of the end: one of the replica's hosts does."""
-        if self._hosts is None:
-            return True
-        return min(end.first or end.codes, default=-1) in self._hosts.own_ranks
 
     def _look(self, timeout_s: float | None) -> None:
         """Wait for the next order or signal, while no rank runs."""

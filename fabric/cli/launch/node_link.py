@@ -17,7 +17,6 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from fabric.cli.launch.restart_policy import AttemptEnd
 from fabric.errors import FabricError
 from fabric.protocol.nodes import NodeOrder, NodeSays
 from fabric.runtime.config import settings
@@ -86,12 +85,6 @@ class NodeLink:
         self._process.stdout.close()
 
 
-def combined(order: NodeOrder) -> AttemptEnd:
-    """Return the end of an attempt on all hosts, as an order to judge tells it."""
-    assert order.ended is not None
-    return AttemptEnd(order.ended.codes, order.ended.first, order.ended.ran_s, order.ended.lost)
-
-
 async def _carry() -> None:
     """Send each line of standard input; write each new order to standard output."""
     chosen = settings({"FABRIC_REPLICA": "spare-node", **process_environment()})
@@ -124,16 +117,16 @@ async def _carry() -> None:
 
 async def _ask(lighthouses: Lighthouses, body: dict[str, Any]) -> dict[str, Any]:
     """Return the next order; while no lighthouse answers, ask again."""
-    said = ""
+    reported = ""
     while True:
         try:
             async with lighthouses.open(lighthouses.path("nodes"), body, total_s=_ANSWER_S) as answer:
                 order: dict[str, Any] = json.loads(await answer.read())
                 return order
         except (FabricError, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            if isinstance(error, FabricError) and str(error) != said:
-                said = str(error)
-                sys.stderr.write(f"fabric: this replica's hosts cannot meet: {said}\n")
+            if isinstance(error, FabricError) and str(error) != reported:
+                reported = str(error)
+                sys.stderr.write(f"fabric: this replica's hosts cannot meet: {reported}\n")
             await asyncio.sleep(_PAUSE_S)
 
 

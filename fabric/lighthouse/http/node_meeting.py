@@ -35,6 +35,7 @@ class Meeting:
         self._note = note
         self._stage = self.nodes.stage
         self.changed = asyncio.Event()
+        self.is_over = False  # the term of its lighthouse has ended
         self._timer: asyncio.TimerHandle | None = None
 
     def look(self) -> None:
@@ -44,19 +45,14 @@ class Meeting:
             self.changed.set()
             self.changed = asyncio.Event()
             self._note(self.nodes)
-        if self._timer is None and not self.nodes.is_empty:
+        if self._timer is None and self.nodes.launchers:
             self._timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
-
-    def close(self) -> None:
-        """Wake all requests, for the last time."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self.changed.set()
 
     def _sweep(self) -> None:
         self._timer = None
-        self.nodes.sweep(time.monotonic())
-        self.look()
+        if not self.is_over:
+            self.nodes.sweep(time.monotonic())
+            self.look()
 
 
 class NodeMeetings:
@@ -128,33 +124,34 @@ class NodeMeetings:
     def _find_term(self) -> None:
         if self._term() != self._of_term:
             for meeting in self._meetings.values():
-                meeting.close()
+                meeting.is_over = True
+                meeting.changed.set()  # its requests ask the next leader
             self._meetings, self._of_term = {}, self._term()
 
     def _find(self, job: str, replica: str) -> Meeting:
         self._find_term()
-        found = self._meetings.get((job, replica))
-        if found is None:
-            self._meetings = {key: x for key, x in self._meetings.items() if not x.nodes.is_empty}
+        meeting = self._meetings.get((job, replica))
+        if meeting is None:
+            self._meetings = {key: x for key, x in self._meetings.items() if x.nodes.launchers}
             if len(self._meetings) >= _MAX_REPLICAS:
                 raise Refused(
                     f"replica {replica} of job {job} is not taken: the hosts of {_MAX_REPLICAS} replicas "
                     "meet here already; wait until one has ended"
                 )
-            found = Meeting(lambda nodes: self._note(job, replica, nodes))
-            self._meetings[job, replica] = found
-        return found
+            meeting = Meeting(lambda nodes: self._note(job, replica, nodes))
+            self._meetings[job, replica] = meeting
+        return meeting
 
     def _note(self, job: str, replica: str, nodes: ReplicaNodes) -> None:
         """Record in the job's events that an attempt begins, or why it fails."""
+        number, hosts, launchers = nodes.attempt
         for (of_job, other), meeting in self._meetings.items():
             if of_job == job and other != replica:
-                for launcher in nodes.roster:
-                    meeting.nodes.forget(launcher)
-        found = self._jobs.by_name.get(job)
+                for launcher in launchers:
+                    meeting.nodes.launchers.pop(launcher, None)  # the spare host is this replica's now
+        job_shell = self._jobs.by_name.get(job)
         _, why, is_over = nodes.stage
-        if found is None or is_over:
+        if job_shell is None or is_over:
             return
-        number, hosts = nodes.attempt
         where = ", ".join(f"node {node} on {host}" for node, host in sorted(hosts.items())[:8])
-        found.note("nodes fail" if why else "nodes start", replica, why or f"attempt {number}: {where}")
+        job_shell.note("nodes fail" if why else "nodes start", replica, why or f"attempt {number}: {where}")

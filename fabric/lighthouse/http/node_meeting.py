@@ -58,7 +58,7 @@ class Meeting:
 class NodeMeetings:
     """The meetings of one lighthouse. ``term`` names the term in which it leads, None while it does not."""
 
-    def __init__(self, jobs: Jobs, term: Callable[[], object]) -> None:
+    def __init__(self, jobs: Callable[[], Jobs], term: Callable[[], object]) -> None:
         self._jobs, self._term = jobs, term
         self._of_term: object = None
         self._meetings: dict[tuple[str, str], Meeting] = {}
@@ -149,7 +149,7 @@ class NodeMeetings:
             if of_job == job and other != replica:
                 for launcher in launchers:
                     meeting.nodes.launchers.pop(launcher, None)  # the spare host is this replica's now
-        job_shell = self._jobs.by_name.get(job)
+        job_shell = self._jobs().by_name.get(job)
         _, why, is_over = nodes.stage
         if job_shell is None or is_over:
             return

@@ -161,7 +161,9 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     add("/v1/jobs/{job}/session", routes.session)
     add("/v1/jobs/{job}/trainer-status", routes.trainer_status)
     app.router.add_post("/v1/jobs/{job}/launcher", routes.launcher)
-    app.router.add_post("/v1/jobs/{job}/nodes", NodeMeetings(parts.jobs, lambda: parts.election.term).answer)
+    app.router.add_post(
+        "/v1/jobs/{job}/nodes", NodeMeetings(lambda: parts.jobs, lambda: parts.election.term).answer
+    )
     dashboard.add_routes(app, tokens, tries)
     add_commands(app, lambda: parts.jobs)
     add_drills(app, lambda: parts.jobs, tokens)

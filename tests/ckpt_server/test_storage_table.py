@@ -4,7 +4,7 @@ import asyncio
 import errno
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -210,7 +210,12 @@ def run_writer(trouble: str, point: str, await_it: Callable[[DurableJobs], None]
 
         async def write(request: DurableJob) -> dict[str, object]:
             try:
-                arguments = jobs._order(request), manifest_for(FILE, 7), memoryview(bytearray(FILE)), points
+                arguments = (
+                    replace(request, made=jobs._made),
+                    manifest_for(FILE, 7),
+                    memoryview(bytearray(FILE)),
+                    points,
+                )
                 result = await asyncio.to_thread(writer.write, *arguments)
             except StateError as error:
                 gone = isinstance(error, StorageGone)
@@ -418,7 +423,12 @@ def test_storage_that_vanishes_and_comes_back_gets_the_checkpoint_and_the_disk_b
 
         async def write(request: DurableJob) -> dict[str, object]:
             try:
-                arguments = jobs._order(request), manifest_for(FILE, 7), memoryview(bytearray(FILE)), points
+                arguments = (
+                    replace(request, made=jobs._made),
+                    manifest_for(FILE, 7),
+                    memoryview(bytearray(FILE)),
+                    points,
+                )
                 return {"ok": True, "digest": "", **asdict(writer.write(*arguments))}
             except StateError as error:
                 gone = isinstance(error, StorageGone)

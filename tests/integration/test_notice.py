@@ -125,9 +125,13 @@ def test_where_storage_is_too_slow_the_checkpoint_before_stays_whole(job):
     give_notice(job, list(job.pids))
     gate.touch()
     codes = await_ends(job, list(job.pids))
-    assert set(codes) == {143}, job.logs()
+    # A member whose notice the leader heard before those of others may be drained before them.
+    killed = [replica for replica, code in zip(job.pids, codes, strict=True) if code == 143]
+    assert killed and set(codes) <= {75, 143}, job.logs()
     assert saved(job)[-1].step == 10
-    assert "the durable checkpoint before it stays whole" in (job.folder / "r0.log").read_text()
+    for replica in killed:
+        said = (job.folder / f"{replica}.log").read_text()
+        assert "the durable checkpoint before it stays whole" in said
 
 
 def test_where_storage_is_away_at_the_notice_the_state_is_saved_once_it_is_back(job, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from job import Job
 from long_runs import first_here
 from test_failures import finish_and_check
-from test_mistakes import pair, refused  # noqa: F401  (a fixture)
+from test_mistakes import pair, refused, waiting_pair  # noqa: F401  (fixtures)
 
 from fabric.model import PROTOCOL_VERSION
 

@@ -242,6 +242,7 @@ class LaneRings:
             return
         record, lanes = trainer.world.checks.by_epoch[epoch], self.directory.get(epoch)
         left = list(dict.fromkeys(x.lane for x in lanes.rank_lanes.sections))
+        demand(bool(left), f"{trainer.name} has no lane in epoch {epoch}")
         refusal = self.of(left[0]).refusal(epoch)
         if refusal is not None:
             self._fail(order, *refusal)

@@ -105,7 +105,8 @@ class ServerStatuses:
     def forget_stranger(self, replica: str, rank: int) -> None:
         """Forget an unconnected server that no epoch and no session names; evidence of MOST_GONE stays."""
         status = self.of_rank(rank).get(replica)
-        if status is not None and (status.deaths or status.durable or status.snapshots):
+        # A process that has not trained in this job has a state of generation 0.
+        if status and (status.deaths or status.durable or any(x.generation for x in status.snapshots)):
             self.strangers[replica, rank] = None
             if len(self.strangers) <= MOST_GONE:
                 return

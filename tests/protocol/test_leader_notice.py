@@ -7,7 +7,7 @@ import pytest
 from protocol.makers import record_of
 from protocol.test_leader import started
 
-from fabric.protocol.leader.orders import UNSAVED
+from fabric.protocol.leader.orders import NOTICED, UNSAVED
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 
@@ -109,6 +109,29 @@ def test_no_second_member_saves_when_the_first_one_leaves():
     lighthouse = all_noticed(before="a")
     lighthouse.core.state.record = record_of("a b c", epoch=1, a={"leaving": True})
     assert savers_of(lighthouse) == ["a"]
+
+
+def test_no_epoch_lets_a_member_go_while_another_saves():
+    """Seed 95208 of notice worlds: the epoch could not be entered, and left out the member that saved."""
+    lighthouse = all_noticed(before="a")
+    lighthouse.core.orders.draining["b"] = NOTICED
+    assert not lighthouse.core.orders.drain(lighthouse.record)
+    assert lighthouse.record.epoch == 1
+
+
+def test_a_member_that_a_new_epoch_no_longer_lists_ends_before_the_one_that_has_saved():
+    """Seed 95388 of notice worlds: it stayed and began the job again, and its next steps may be lost."""
+    lighthouse = all_noticed(before="a")
+    lighthouse.core.state.record = record_of("a b", epoch=2)
+    lighthouse.now += 1.0
+    assert not says(lighthouse, "a", saved=True, saves=True).leave, "c might go on alone"
+    assert "step 5 is saved" in says(lighthouse, "c").leave
+    lighthouse.lose("b")
+    lighthouse.now += 1.0
+    assert not says(lighthouse, "a", saved=True, saves=True).leave, "c is still there"
+    lighthouse.lose("c")
+    lighthouse.now += 1.0
+    assert "step 5 is saved" in says(lighthouse, "a", saved=True, saves=True).leave
 
 
 def test_the_member_that_says_that_it_saves_goes_on_with_it_under_another_leader():

@@ -1,5 +1,7 @@
 """A member with notice: when it saves the state without a leader, and when it takes further steps."""
 
+from dataclasses import replace
+
 from protocol.makers import record_of
 from protocol.test_member import Trainer, contribution, resume_of, vote
 
@@ -48,6 +50,15 @@ def test_a_member_without_a_leader_tries_again_to_save_the_state():
     trainer.now += AGAIN_S
     trainer.do(io.Tick())
     assert trainer.found(io.TakeSnapshot) == [io.TakeSnapshot(0, durable=True)]
+
+
+def test_a_member_that_saves_a_later_state_does_not_say_that_it_is_saved():
+    trainer = alone()
+    trainer.do(io.Saved(0))
+    assert trainer.core.serving.saved
+    trainer.core.memory.state = replace(trainer.core.memory.state, step=1)
+    trainer.core.serving.save()
+    assert not trainer.core.serving.saved
 
 
 def test_a_member_that_saves_alone_says_so_and_takes_further_steps_when_another_stays():

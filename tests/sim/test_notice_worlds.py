@@ -16,6 +16,18 @@ def test_no_committed_step_is_lost_when_every_host_gives_notice():
     noticing.meet("notice", notice_worlds.REQUIRED, SEEDS)
 
 
+@pytest.mark.parametrize(
+    ("seed", "why"),
+    [
+        (95018, "the one process without notice died, and the job begins again from the saved state"),
+        (95388, "a member that a new epoch no longer listed began the job again after the others had ended"),
+        (95146, "the saver and the lighthouse died at once"),
+    ],
+)
+def test_a_seed_of_a_wrong_end_after_a_notice_passes(seed, why):
+    noticing.met_without_a_bug("notice", seed)
+
+
 def let_everyone_save(patch):
     heed = OperatorOrders.heed
     patch.setattr(
@@ -45,15 +57,12 @@ def give_up_when_the_saver_dies(patch):
     patch.setattr(OperatorOrders, "_look", kept)
 
 
-def choose_the_saver_again_at_each_look(patch):
+def name_a_member_that_does_not_save_yet(patch):
     look = OperatorOrders._look
 
     def chosen(orders, record):
-        able = [
-            (x.leaving, x.replica)
-            for x in record.roster
-            if x.stores and x.replica in orders._beats(record.roster)
-        ]
+        beats = orders._beats(record.roster)
+        able = [(beats[x.replica].saves, x.replica) for x in record.roster if x.stores and x.replica in beats]
         return replace(look(orders, record), saver=min(able)[1] if able else "")
 
     patch.setattr(OperatorOrders, "_look", chosen)
@@ -64,9 +73,24 @@ def save_although_a_member_without_notice_has_come(patch):
     patch.setattr(SnapshotServing, "heed", lambda serving, ack: heed(serving, replace(ack, goes_on=False)))
 
 
+def drain_while_one_saves(patch):
+    drain, look = OperatorOrders.drain, OperatorOrders._look
+
+    def drained(orders, record):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(OperatorOrders, "_look", lambda *given: replace(look(*given), saver=""))
+            return drain(orders, record)
+
+    patch.setattr(OperatorOrders, "drain", drained)
+
+
 @pytest.mark.parametrize(
     ("mutate", "seed"),
-    [(choose_the_saver_again_at_each_look, 90108), (save_although_a_member_without_notice_has_come, 91046)],
+    [
+        (name_a_member_that_does_not_save_yet, 90108),
+        (save_although_a_member_without_notice_has_come, 91046),
+        (drain_while_one_saves, 95208),
+    ],
 )
 def test_the_seed_that_found_a_wrong_answer_to_a_notice_notices_it_again(mutate, seed):
     noticing.find(mutate, "notice", (seed,))

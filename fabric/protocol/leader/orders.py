@@ -33,7 +33,7 @@ class NoticedRoster:
     goes_on: bool = False  # whether a member that stays has said that it has no notice
     saved: int = -1  # the step of the saved state; negative: no state is saved yet
     saver: str = ""  # the living member that saves the state; empty: none of them has storage
-    is_over: bool = False  # whether only members that have saved the state are connected
+    is_over: bool = False  # whether each connected process with notice has saved the state
 
 
 @dataclass(slots=True, eq=False)
@@ -84,19 +84,19 @@ class OperatorOrders:
         """Rule 15: answer a process that has notice.
 
         While a member without notice stays, members with notice are drained. Else one member saves the state,
-        and all may end when the state is saved. The one that has saved it ends last, so that no step follows.
+        and all may end when it is saved, also those not listed now. The saver ends last: no step follows.
         """
         record, beat = self.state.record, peer.beat
         if record is None or beat is None or not beat.noticed:
             return ack
-        if not self.state.in_force(peer):
-            return replace(ack, leave=UNUSED) if beat.is_outside else ack
         notices = self._look(record)
-        if not notices.is_whole:
-            return replace(ack, goes_on=notices.goes_on)
         if notices.saved >= 0:
             why = f"had notice, as has every replica, and the state of step {notices.saved} is saved"
             return replace(ack, leave=why) if not beat.saved or notices.is_over else ack
+        if not self.state.in_force(peer):
+            return replace(ack, leave=UNUSED) if beat.is_outside else ack
+        if not notices.is_whole:
+            return replace(ack, goes_on=notices.goes_on)
         saves = notices.saver == peer.session.replica
         return replace(ack, save=saves, leave="" if notices.saver else UNSAVED)
 
@@ -111,8 +111,7 @@ class OperatorOrders:
             goes_on = any(beat and not beat.noticed for beat in staying)
             self.noticed = NoticedRoster(record, now, goes_on=goes_on)
             return self.noticed
-        there = [beat for name, beat in beats.items() if beat.noticed and peers[name].connected]
-        saved = next((beat.step for beat in there if beat.saved), -1)
+        saved = next((x.step for name, x in beats.items() if x.saved and peers[name].connected), -1)
         saves = {name for name, beat in beats.items() if beat.saves}
         # One member writes: while one that saves, or was told to, lives, no other is told.
         able = [
@@ -120,7 +119,8 @@ class OperatorOrders:
             for x in record.roster
             if x.stores and not x.joining and not self.state.liveness.failure_reason(x, now)
         ]
-        saver, is_over = min(able)[-1] if able else "", all(beat.saved for beat in there)
+        there = (peer.beat for peer in peers.values() if peer.connected and peer.beat)
+        saver, is_over = min(able)[-1] if able else "", all(x.saved for x in there if x.noticed)
         self.noticed = NoticedRoster(record, now, True, saved=saved, saver=saver, is_over=is_over)
         return self.noticed
 
@@ -128,14 +128,14 @@ class OperatorOrders:
         """Rule 15: drain members with notice while a member without notice stays."""
         beats = self._beats(x for x in record.roster if not x.leaving)
         noticed = {name for name, beat in beats.items() if beat.noticed}
-        if not noticed:
-            return
         staying = [x for x in record.roster if not x.leaving and x.replica not in noticed]
         for name in sorted(noticed.difference(self.draining)) if staying else ():
             if self._shard_that_only(name, record, staying) is None:
                 self.draining[name] = NOTICED
 
     def drain(self, record: Record) -> bool:
+        if self._look(record).saver:
+            return False  # no step follows after which a member could leave
         self._drain_surplus(record)
         self._drain_noticed(record)
         names = [x for x in record.roster if x.replica in self.draining] if self.draining else []

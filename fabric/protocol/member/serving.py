@@ -124,7 +124,7 @@ class SnapshotServing:
         """Rule 13: write the state of this step boundary to storage. No member goes beyond it without me."""
         step = self._memory.state.step
         if self.saving != step and self._context.now >= self._save_at:
-            self.saving = step
+            self.saving, self.saved = step, False
             self._memory.drop_kept()
             self._session.on_busy(io.Busy("it saves the state, because every replica has notice", SAVE_S))
             self._context.emit(io.TakeSnapshot(step, durable=True))

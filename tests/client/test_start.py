@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from fabric.client.attach import attach
 from fabric.client.loop import shutdown, start
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim, claim_above
 from fabric.model import DataPlan
+from fabric.runtime import driver
 from fabric.runtime.config import Settings
 
 CLAIM = """
@@ -71,7 +71,8 @@ def test_a_damaged_note_of_an_incarnation_is_passed_over(tmp_path):
 
 
 def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
-    monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 5e6}.__getitem__)
+    assert start.seconds_since_boot is driver.seconds_since_boot
+    monkeypatch.setattr(start, "seconds_since_boot", lambda: 5e6)
     begun = []
     engine = SimpleNamespace(listen=lambda bind, ports: 1, begin=begun.append)
     handle = SimpleNamespace(url="http://a", held_by=lambda ranks: ())

@@ -427,6 +427,10 @@ def believe_whoever_vouches(patch: Patch) -> None:
     patch.setattr(admission, "vouches", vouches)
 
 
+def start_again_without_waiting(patch: Patch) -> None:
+    patch.setattr(Liveness, "out_of_contact", lambda *_: True)
+
+
 def start_cold_after_half_the_autonomy(patch: Patch) -> None:
     limit = JobState.out_of_sight_s.fget
     assert limit is not None
@@ -512,6 +516,7 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
     for f in (
         forget_who_was_replaced,
         believe_whoever_vouches,
+        start_again_without_waiting,
         start_cold_after_half_the_autonomy,
         date_contact_from_the_answer,
         let_the_clock_stand_still_while_suspended,

@@ -24,7 +24,6 @@ from sim.store import Store
 from fabric.model import Record
 from fabric.protocol.leader import core as leader_core
 from fabric.protocol.leader.job_endings import Endings
-from fabric.protocol.leader.liveness import Liveness
 from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState
@@ -161,10 +160,6 @@ def accept_messages_of_older_epochs(patch: Patch) -> None:
 
 def go_on_with_newcomers_alone(patch: Patch) -> None:
     patch.setattr(JobState, "knows", lambda state, member: True)
-
-
-def start_again_without_waiting(patch: Patch) -> None:
-    patch.setattr(Liveness, "out_of_contact", lambda *_: True)
 
 
 def forget_the_promise_of_a_report(patch: Patch) -> None:
@@ -409,7 +404,6 @@ LATE_MESSAGES: Aims = (
     ("commit vote", "kill trainer"),
     ("commit vote", "one-way partition"),
 )
-OUT_OF_SIGHT: Aims = (("commit vote", "kill trainer"), ("install", "cut control"))
 LONG_ABSENCE: Aims = (("commit", "slow network"), ("commit vote", "long absence"))
 BESIDE_A_NEWCOMER: Aims = (  # the heartbeat about the commit is still on its way
     ("commit vote", "kill trainer"),
@@ -457,7 +451,6 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (announce_before_the_store_has_it, ()),
         (accept_messages_of_older_epochs, LATE_MESSAGES),
         (go_on_with_newcomers_alone, ()),
-        (start_again_without_waiting, OUT_OF_SIGHT),
         (commit_on_its_own_for_too_long, LONG_ABSENCE),
         (forget_the_promise_of_a_report, ()),
         (resume_by_the_maximum_committed, AFTER_A_COMMIT),

@@ -134,10 +134,7 @@ class NodeMeetings:
         if meeting is None:
             self._meetings = {key: x for key, x in self._meetings.items() if x.nodes.launchers}
             if len(self._meetings) >= _MAX_REPLICAS:
-                raise Refused(
-                    f"replica {replica} of job {job} is not taken: the hosts of {_MAX_REPLICAS} replicas "
-                    "meet here already; wait until one has ended"
-                )
+                raise Refused(f"the hosts of {_MAX_REPLICAS} replicas meet here: end one before {replica}")
             meeting = Meeting(lambda nodes: self._note(job, replica, nodes))
             self._meetings[job, replica] = meeting
         return meeting

@@ -10,7 +10,7 @@ that is lost keeps its number only until a spare host stands by.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -20,12 +20,12 @@ MAX_RANKS_OF_HOST = 64
 MAX_LAUNCHERS = 2 * MAX_NODES  # nodes and spare hosts of one replica
 # Silence after which a node that runs is lost: alone, or where another node's end shows that it may be.
 SILENT_S, SUSPECT_S = 15.0, 3.0
-# A launcher whose connection has broken comes back within this time.
-BROKEN_S = 1.0
-# A number that no host ever claimed goes to a spare host after this time.
-UNCLAIMED_S = 30.0
+BROKEN_S = 1.0  # a launcher whose connection has broken comes back within this time
+UNCLAIMED_S = 30.0  # a number that no host ever claimed goes to a spare host after this time
+MOST_SHAPES = 4  # so many groups of hosts that were started alike are tried for an attempt
 
 SPARE = -1
+_Rank = Annotated[int, Meta(ge=0, lt=8192)]
 _Number = Annotated[int, Meta(ge=SPARE, lt=MAX_NODES)]
 _Count = Annotated[int, Meta(ge=0, lt=2**31)]
 _Text = Annotated[str, Meta(max_length=300)]
@@ -37,8 +37,10 @@ class NodeEnd:
     """How ranks of an attempt ended: those of one host, or of all."""
 
     # Exit code by rank of the replica.
-    codes: Annotated[dict[int, int], Meta(max_length=MAX_RANKS_OF_HOST)]
-    first: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS_OF_HOST)] = ()  # the ranks that failed first
+    codes: Annotated[dict[_Rank, int], Meta(max_length=MAX_RANKS_OF_HOST)]
+    first: Annotated[
+        tuple[_Rank, ...], Meta(max_length=MAX_RANKS_OF_HOST)
+    ] = ()  # the ranks that failed first
     ran_s: Annotated[float, Meta(ge=0)] = 0.0  # to the first failure
     lost: Annotated[
         tuple[_Text, ...], Meta(max_length=8)
@@ -235,8 +237,7 @@ class ReplicaNodes:
         if attempt is None or says.run != attempt.run:
             if says.end is None:
                 return NodeOrder("stop", "the replica's other hosts are in a newer attempt", says.run)
-            lost = ("the other hosts are in a newer attempt",)
-            alone = NodeEnd(says.end.codes, says.end.first, says.end.ran_s, lost)
+            alone = replace(says.end, lost=("the other hosts are in a newer attempt",))
             return NodeOrder("judge", "", says.run, says.attempt, says.node, ended=alone)
         if says.end is None:
             gone = attempt.lost.get(says.node)
@@ -286,8 +287,9 @@ class ReplicaNodes:
         if attempt is not None and attempt.outcome is None:
             holder = attempt.hosts.get(says.number)
             if holder is not None:
-                why = f"{holder} is node {says.number}: this host stands by as a spare host"
-                return NodeOrder("wait", why)
+                return NodeOrder(
+                    "wait", f"{holder} is node {says.number}: this host stands by as a spare host"
+                )
             return NodeOrder("wait", f"attempt {attempt.number} runs: this host stands by")
         seats = self._seats(says, now)
         missing = [node for node in range(says.nodes) if node not in seats]
@@ -325,23 +327,26 @@ class ReplicaNodes:
         holders = {n: self.launchers.get(identity) for n, identity in before.items()}
         away = {n for n, holder in holders.items() if holder is None or not holder.is_here(now)}
         open_ = [n for n in range(nodes) if n not in seats and (n in away or n not in before)]
-        for node in open_:
-            claims = [x for x in waiting if x.says.number == node and x.says.id not in seated]
-            if claims:
-                seats[node] = claims[0]
-                seated.add(claims[0].says.id)
+        claims: dict[int, _Launcher] = {}
+        for launcher in waiting:
+            if launcher.says.id not in seated:
+                claims.setdefault(launcher.says.number, launcher)
+        seats |= {node: claims[node] for node in open_ if node in claims}
+        seated = {launcher.says.id for launcher in seats.values()}
+        # A host whose place was taken while it was away is a spare host too.
+        free = {SPARE, *before}
+        spares = {x.says.id: x for x in waiting if x.says.id not in seated and x.says.number in free}
+        by_rack: dict[str, list[str]] = {}
+        for identity, launcher in reversed(spares.items()):
+            by_rack.setdefault(launcher.says.rack, []).append(identity)
         began = waiting[0].since if waiting else now
         for node in open_:
-            is_overdue = node in before or now - began > UNCLAIMED_S
-            # A host whose place was taken while it was away is a spare host too.
-            without = [x for x in waiting if before.get(x.says.number) != x.says.id or x.says.number == SPARE]
-            spares = [x for x in without if x.says.number in (SPARE, *before) and x.says.id not in seated]
-            if node in seats or not spares or not is_overdue:
+            if node in seats or not spares or not (node in before or now - began > UNCLAIMED_S):
                 continue
-            rack = self._attempt.racks.get(node, "") if self._attempt is not None else ""
-            chosen = next((x for x in spares if rack and x.says.rack == rack), spares[0])
-            seats[node] = chosen
-            seated.add(chosen.says.id)
+            near = by_rack.get(self._attempt.racks.get(node, "") if self._attempt is not None else "", [])
+            while near and near[-1] not in spares:
+                near.pop()
+            seats[node] = spares.pop(near[-1] if near else next(iter(spares)))
         return seats
 
     def _begin(self, now: float) -> None:
@@ -349,7 +354,7 @@ class ReplicaNodes:
         before = self._attempt
         shapes = {launcher.says.shape: launcher.says for launcher in reversed(self._waiting(now))}
         likes = sorted(shapes.values(), key=lambda says: before is None or says.shape != before.shape)
-        for like in likes:
+        for like in likes[:MOST_SHAPES]:  # a bound for the work of one message
             seats = self._seats(like, now)
             if len(seats) == like.nodes:
                 newest = max(launcher.says.attempt for launcher in self.launchers.values())

@@ -34,6 +34,11 @@ LONG = "w" * 300
 ORDER = {"who": LONG, "why": LONG}
 REPORTS = {str(number): {"observed": "o" * 40} for number in range(1, 1000)}
 JOB = "/v1/jobs/{job}"
+# A host of a replica; tests/protocol/test_nodes.py has the work of very many.
+CODES = {str(rank): 1 for rank in range(64)}
+NODE: dict[str, Any] = {"id": "i" * 128, "host": "h" * 128, "number": 1, "nodes": 2, "shape": LONG}
+NODE |= {"address": "a" * 128, "run": "r" * 64, "attempt": 1, "node": 1}
+NODE |= {"end": {"codes": CODES, "first": list(range(64)), "lost": [LONG] * 8}}
 # The bodies of requests, and None for GET. The last ones end the drill and the job.
 REQUESTS: dict[tuple[str, str], dict[str, Any] | None] = {
     **{("GET", path): None for path in ("/livez", "/readyz", "/healthz", "/metrics", "/v1/jobs", JOB)},
@@ -41,6 +46,7 @@ REQUESTS: dict[tuple[str, str], dict[str, Any] | None] = {
     **{("GET", f"{JOB}/{x}"): None for x in ("events", "recoveries", "slowdowns", "hosts", "live", "drill")},
     ("POST", "/login"): {"token": "t" * 4096},
     ("POST", f"{JOB}/launcher"): {"replica": "x" * 64, "host": LONG, "why": LONG},
+    ("POST", f"{JOB}/nodes"): {"replica": "x" * 64, "says": NODE},
     ("POST", f"{JOB}/drain"): {**ORDER, "replica": "r1"},
     ("POST", f"{JOB}/evict"): {**ORDER, "replica": "r2"},
     ("POST", f"{JOB}/pause"): ORDER,

@@ -5,6 +5,7 @@ The played launchers obey as ``fabric launch`` does; ``tests/lighthouse/test_nod
 
 import itertools
 import random
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -252,6 +253,35 @@ def test_a_launcher_that_says_goodbye_is_lost_at_once():
     world.table.hear(leaving.says, world.now)
     world.lose_power(leaving)
     assert world.until_all_run(10) < 5
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_a_request_costs_the_same_few_calls_for_each_launcher_that_is_there(unlike):
+    """A tenant's launchers must not hold the loop of all jobs."""
+
+    def calls(count: int) -> int:
+        table = ReplicaNodes(lambda: "run")
+        for k in range(count):
+            shape = f"shape {k}" if unlike else SHAPE
+            says = NodeSays(f"id-{k}", f"host-{k}", k % 700 - 1, 1024, shape, "a:1", rack=f"rack-{k % 9}")
+            table.hear(says, 0.0)
+            table.answered(says.id, 0.0)
+        made = 0
+
+        def note(_frame, event, _argument) -> None:
+            nonlocal made
+            made += event == "call"
+
+        sys.setprofile(note)
+        try:
+            table.hear(says, 31.0)
+            table.order(says.id, 31.0)
+        finally:
+            sys.setprofile(None)
+        return made
+
+    few, many = calls(256), calls(1024)
+    assert many < 5 * few and many < 60_000, (few, many)
 
 
 @pytest.mark.parametrize("seed", range(60))

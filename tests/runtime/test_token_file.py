@@ -104,7 +104,7 @@ READ_ONCE = {
     "cli/doctor.py": "a command that ends",
     "cli/launch/command.py": "it only looks whether there is a token",
     "cli/diagnose.py": "a command that ends",
-    "cli/states/inspect.py": "a command that ends",
+    "cli/states.py": "a command that ends",
     "cli/drill.py": "it prints the key of the token, and ends",
 }
 

@@ -296,10 +296,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 10.0
 # Time from SIGTERM to SIGKILL after a rank has failed.
 _TERM_S = 5.0
-# After a failure on another host this host's ranks have this time to end on their own.
-STOPPED_S = 3.0
-# A host whose ranks have finished waits at most this long to hear of the others.
-UNTOLD_S = 60.0
+STOPPED_S = 3.0  # for this host's ranks to end on their own after a failure on another host
+UNTOLD_S = 60.0  # that a host whose ranks have finished waits to hear of the others
 _KILL_S = 10.0
 
 

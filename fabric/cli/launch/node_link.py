@@ -27,8 +27,7 @@ from fabric.runtime.system_calls import die_with
 
 _ANSWER_S = 20.0  # more than a lighthouse holds a request
 _PAUSE_S = 0.5
-# A launcher that ends waits at most this long until the others know.
-_LAST_S = 3.0
+_LAST_S = 3.0  # a launcher that ends waits at most this long until the others know
 _MAX_LINE_BYTES = 1 << 20
 
 

@@ -287,9 +287,7 @@ class ReplicaNodes:
         if attempt is not None and attempt.outcome is None:
             holder = attempt.hosts.get(says.number)
             if holder is not None:
-                return NodeOrder(
-                    "wait", f"{holder} is node {says.number}: this host stands by as a spare host"
-                )
+                return NodeOrder("wait", f"{holder} is node {says.number}: this host stands by")
             return NodeOrder("wait", f"attempt {attempt.number} runs: this host stands by")
         seats = self._seats(says, now)
         missing = [node for node in range(says.nodes) if node not in seats]

@@ -189,12 +189,12 @@ class ReplicaNodes:
         attempt = self._attempt
         return (0, {}, set()) if attempt is None else (attempt.number, attempt.hosts, set(attempt.node_of))
 
-    def hear(self, says: NodeSays, now: float) -> bool:
-        """Take one request; return whether its launcher is launcher now. ``answered`` must follow."""
+    def hear(self, says: NodeSays, now: float) -> None:
+        """Take one request of a launcher. ``answered`` must follow."""
         launcher = self.launchers.get(says.id)
         if launcher is None and (says.gone or len(self.launchers) >= MAX_LAUNCHERS):
             self._note(says, now)
-            return False
+            return
         if launcher is None:
             launcher = self.launchers[says.id] = _Launcher(says, now, now)
         if launcher.says.run and not says.run:
@@ -204,7 +204,6 @@ class ReplicaNodes:
         if says.gone:
             del self.launchers[says.id]
         self.sweep(now)
-        return not says.gone
 
     def answered(self, identity: str, now: float, *, broken: bool = False) -> None:
         """Note that a request of this launcher has its answer, or that its connection has broken."""
@@ -258,7 +257,7 @@ class ReplicaNodes:
             if attempt is not None and says.gone and says.id in attempt.node_of:
                 attempt.note_loss(attempt.node_of[says.id], f"has left: {says.gone}")
             return
-        if attempt.roster.get(says.node, says.id) != says.id:
+        if says.node not in range(attempt.nodes) or attempt.roster.get(says.node, says.id) != says.id:
             return
         attempt.seat(says.node, says)
         if says.end is not None:
@@ -285,8 +284,7 @@ class ReplicaNodes:
         if (differs := self._difference(says, now)) is not None:
             return NodeOrder("wait", differs)
         if attempt is not None and attempt.outcome is None:
-            holder = attempt.hosts.get(says.number)
-            if holder is not None:
+            if (holder := attempt.hosts.get(says.number)) is not None:
                 return NodeOrder("wait", f"{holder} is node {says.number}: this host stands by")
             return NodeOrder("wait", f"attempt {attempt.number} runs: this host stands by")
         seats = self._seats(says, now)

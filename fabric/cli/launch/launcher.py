@@ -506,7 +506,9 @@ class Launcher:
             order = self._hosts.link.order
             if order.do == "start":
                 self._attempts = order.attempt - 1
-                self._plan.environment["FABRIC_REPLICA"] = order.replica
+                if not self._plan.environment.get("FABRIC_REPLICA"):  # a spare host has its replica only now
+                    self._plan.environment["FABRIC_REPLICA"] = order.replica
+                    self._reporter = Reporter(self._plan.environment)
                 return self._hosts.take_place(order)
             if order.why != reason:
                 reason = order.why

@@ -10,6 +10,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import ROOT, end, fetch, wait_for
@@ -172,6 +173,31 @@ def test_an_unresponsive_trainer_is_never_sent_a_signal_that_would_kill_it(tmp_p
     assert told["kernel"][0]["tid"] == os.getpid()
     (run_dir / "trainer.stacks").touch()
     assert fetch(handle.url, "/debug/stacks").json["how"] == "kernel", "a file alone is no handler"
+
+
+YOUNGER_THREAD_WITH_A_SMALLER_NUMBER = """
+import os, threading
+from pathlib import Path
+from fabric.ckpt_server.server.debug_probe import kernel_threads
+last = Path("/proc/sys/kernel/ns_last_pid")
+last.write_text("5000")
+if not (pid := os.fork()):
+    last.write_text("1000")
+    done = threading.Event()
+    threading.Thread(target=done.wait).start()
+    first, second = [thread["tid"] for thread in kernel_threads(os.getpid())]
+    done.set()
+    os._exit(0 if first == os.getpid() > second else 1)
+assert not os.waitpid(pid, 0)[1]
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a namespace of process numbers")
+def test_the_main_thread_comes_first_after_the_kernel_has_begun_its_numbers_again():
+    command = ["unshare", "--pid", "--fork", "--mount-proc"]
+    command += [sys.executable, "-c", YOUNGER_THREAD_WITH_A_SMALLER_NUMBER]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert not ended.returncode, ended.stderr
 
 
 def test_without_a_trainer_the_debug_probe_says_that_there_is_none(tmp_path):

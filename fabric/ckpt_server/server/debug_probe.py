@@ -229,10 +229,11 @@ def kernel_threads(pid: int) -> list[dict[str, object]]:
     """
     threads = []
     try:
-        tids = sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir())
+        tids = {int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()}
     except OSError:
         return []
-    for tid in tids[:_MAX_THREADS]:
+    # The kernel reuses small numbers, so a younger thread may have a smaller one than the main thread.
+    for tid in sorted(tids, key=lambda tid: (tid != pid, tid))[:_MAX_THREADS]:
         folder = Path(f"/proc/{pid}/task/{tid}")
         fields = _read(folder / "stat").rpartition(")")[2].split()
         if len(fields) < 13:

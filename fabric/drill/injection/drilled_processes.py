@@ -100,7 +100,8 @@ class DrilledProcesses:
             raise Refused(
                 f"{replica} has {len(processes)} ranks on this host: drill a job of one rank per replica"
             )
-        for process in sorted(processes, key=lambda x: x.pid, reverse=True):
+        # The newest one: the kernel reuses numbers, so they give no order.
+        for process in sorted(processes, key=lambda x: int(start_time(x.pid) or 0), reverse=True):
             with contextlib.suppress(Refused):
                 target = ProcessTarget(process.pid)
                 if self._read(process.pid) is not None:

@@ -202,6 +202,40 @@ def test_an_awaited_newcomer_has_its_time_and_no_more():
     assert "the others waited 20 s for its state, which did not arrive" in lighthouse.record.reason
 
 
+def test_a_newcomer_that_was_awaited_too_long_loads_a_newer_state_outside_first():
+    lighthouse = awaited()
+    for name in "ab":
+        lighthouse.say(name, report_of(lighthouse.record, 5))
+    lighthouse.say("c", report_of(lighthouse.record, 0, generation=0))
+
+    def on_to(step, seconds):
+        for _ in range(seconds):
+            for name in "ab":
+                lighthouse.beat(name, step)
+            lighthouse.beat("c", 0, generation=0)
+            lighthouse.wait(1.0)
+
+    on_to(5, 22)
+    assert lighthouse.record.names == ("a", "b")
+    for name in "ab":
+        lighthouse.say(name, report_of(lighthouse.record, 5))
+        lighthouse.say(name, m.Running(lighthouse.record.fence, 5))
+    again = m.RequestState(lighthouse.record.fence, "I do not catch up by replay", lost=False)
+    lighthouse.say("c", again)
+    on_to(90, 82)
+    assert lighthouse.record.names == ("a", "b") and lighthouse.core.joins.serving["c"].asked == {"a", "b"}
+    for name in "ab":
+        lighthouse.say(name, m.SnapshotTaken(lighthouse.record.fence, "c", 91, "d"))
+    [(to, sources)] = lighthouse.sent(m.StateSources)
+    assert (to, sources.state.step) == ("c", 91)
+    on_to(140, 30)
+    assert lighthouse.record.names == ("a", "b"), "nobody waits while it loads that state"
+    lighthouse.say("c", again)
+    lighthouse.beat("c", 91)
+    lighthouse.wait(0.1)
+    assert lighthouse.record.member("c").blocking_join
+
+
 def test_a_failure_counts_although_no_heartbeat_has_come_since_the_generation_began():
     """The loop raises at its first step, before the leader has had a heartbeat of this process."""
     lighthouse = started("a b")

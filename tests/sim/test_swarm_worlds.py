@@ -42,3 +42,8 @@ def test_a_replica_on_several_hosts_makes_none_of_them_suspect():
 def test_where_another_feature_adds_a_replica_each_replica_has_a_share():
     settings = swarm_world(95033).settings
     assert len(settings.shares) == settings.replicas == 3
+
+
+def test_a_newcomer_without_replay_joins_although_it_passes_many_stages():
+    """While it waited for its next try, the job passed more stages than it can pass while others wait."""
+    swarm_world(95142).run()

@@ -28,6 +28,7 @@ class Backoff:
 
     times: int = 0  # number of evictions of the process
     until: float = 0.0
+    late: bool = False  # in its blocking join the others waited too long for its state
 
 
 @dataclass(slots=True, eq=False)
@@ -171,9 +172,9 @@ class Admission:
                 continue
             times = self.readmission_backoff.get(process, Backoff()).times + 1
             wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
-            if member.replica in self.state.epoch.slow_joiners:
+            if late := member.replica in self.state.epoch.slow_joiners:
                 wait_s = max(wait_s, READMIT_STALLS * self.state.join_stall_s(member.replica))
-            self.readmission_backoff[process] = Backoff(times, self.state.now + wait_s)
+            self.readmission_backoff[process] = Backoff(times, self.state.now + wait_s, late)
 
     def refuse_unlike(self, session: m.OpenSession) -> None:
         """Refuse each process that spoke before this one, counts less, and has other settings."""

@@ -103,7 +103,7 @@ class Joins:
 
     def _watch_gap(self, record: Record, peer: Peer, serving: Serving) -> None:
         """End a replay that does not get closer to the job's step."""
-        if not self.state.is_of_generation(peer):
+        if not peer.session.replay or not self.state.is_of_generation(peer):
             return
         top = self.state.top_step()
         gap = top - peer.step
@@ -199,10 +199,18 @@ class Joins:
                 self.ask_to_serve(record, name, self.state.epoch.decision.step)
 
     def admit_blocking_join(self, record: Record) -> bool:
-        """Admit a newcomer that cannot catch up by replay: the members wait until it has loaded its state."""
-        for name, serving in self.serving.items():
+        """Admit a newcomer that cannot catch up by replay: the members wait until it has loaded its state.
+
+        One for which they waited too long first loads a newer state outside, so that the join is short.
+        """
+        backoffs = self.admission.readmission_backoff
+        for name, serving in list(self.serving.items()):
             peer = self.state.liveness.peers.get(name)
             if not serving.blocking_reason or peer is None or not self.admission.is_welcome(record, peer):
+                continue
+            if (backoff := backoffs.get(peer.process)) is not None and backoff.late:
+                backoffs[peer.process] = replace(backoff, late=False)
+                self.serving[name] = Serving(tries=serving.tries, again=peer.session.replay)
                 continue
             newcomer = replace(
                 as_member(peer.session), joining=True, since=record.epoch + 1, blocking_join=True

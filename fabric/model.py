@@ -57,7 +57,7 @@ def first_of(names: Sequence[object], most: int = 4) -> str:
 def shortened(text: str, most: int) -> str:
     """Return ``text`` in at most ``most`` characters. A longer one ends with "...", after a whole word.
 
-    A word that fills more than half of what is kept is cut.
+    A word that fills half of what is kept, or more, is cut.
     """
     if len(text) <= most:
         return text

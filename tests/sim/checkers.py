@@ -125,9 +125,11 @@ class Checks:
         self.records.append(after)
         self.by_epoch[after.epoch] = after
 
-    def restored(self) -> None:
-        """The store holds an older copy of itself: the next epochs follow no record that the store holds."""
+    def restored(self, copy: Record) -> None:
+        """The store holds an older ``copy`` of itself: the next epochs follow no record that it holds."""
         self.is_restored = True
+        if self.penalties is not None:
+            self.penalties.restored(copy)
 
     def _above_a_restored_store(self, before: Record, after: Record) -> Record | None:
         """Return ``before``, or None for the epoch that leads above all epochs that members know."""

@@ -99,6 +99,11 @@ class Penalties:
         self._failures.clear()
         self._perhaps.clear()
 
+    def restored(self, copy: Record) -> None:
+        """The store was put back: the next leader knows no newer failure than its ``copy``."""
+        for name, times in self._failures.items():
+            del times[sum(x.replica == name for x in copy.failures) :]
+
     def written(self, before: Record, after: Record) -> str:
         """Judge the replicas that ``after`` admits, then count the evictions; return the violation, or
         empty.

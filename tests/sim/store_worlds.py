@@ -143,7 +143,8 @@ class RestoredWorld(World):
         if not self.copy or record is None:
             return
         self.store.restore(self.copy)
-        self.checks.restored()
+        assert self.store.record is not None
+        self.checks.restored(self.store.record)
         if self.checks.shares is not None:
             self.checks.shares.actions = len(self.store.record.adaptation.acted)
         self.clockwork.counts["store: restored from an older copy"] += 1

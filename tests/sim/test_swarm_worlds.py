@@ -47,3 +47,8 @@ def test_where_another_feature_adds_a_replica_each_replica_has_a_share():
 def test_a_newcomer_without_replay_joins_although_it_passes_many_stages():
     """While it waited for its next try, the job passed more stages than it can pass while others wait."""
     swarm_world(95142).run()
+
+
+def test_failures_that_a_restored_store_has_lost_keep_nobody_out():
+    """The checker counted the death of one process twice: before the store was put back, and after it."""
+    swarm_world(96333).run()

@@ -158,12 +158,20 @@ class DurableWorld(World):
 
     def exited(self, trainer: Trainer, code: int, reason: str) -> None:
         if code == 1 and "no state is left that could be loaded" in reason:
-            lost = self.times_struck and not any(self._loaders(x) for x in self.storage)
+            lost = self.times_struck and all(self._is_lost(x, reason) for x in self.storage)
             demand(bool(lost), f"{trainer.name} was told that {reason}")
             self.clockwork.counts["durable: failed rather than begin from scratch"] += 1
             self.halted = True
             return
         super().exited(trainer, code, reason)
+
+    def _is_lost(self, ref: SnapshotRef, reason: str) -> bool:
+        """Whether nobody can load the checkpoint, or the members outvoted the last one that held its state.
+
+        Such a state may be wrong, so a person decides. Where nothing else happens, no member is outvoted.
+        """
+        outvoted = f"step {ref.step} of generation {ref.generation} is not trusted: " in reason
+        return not self._loaders(ref) or (outvoted and not self.alone)
 
 
 def seeds_of(kind: str) -> range:

@@ -16,3 +16,8 @@ def test_all_begin_again_from_the_newest_checkpoint_that_can_be_loaded():
 def test_the_simulator_notices_a_wrong_beginning(name):
     mutate, kind = DURABLE_BUGS[name]
     noticing.find(mutate, "durable", durable_worlds.seeds_of(kind)[:MUTATION_SEEDS])
+
+
+def test_a_job_fails_rather_than_begin_from_the_state_of_an_outvoted_member():
+    """In world 96355 all memory is lost. A replica that was outvoted later held the older checkpoint."""
+    durable_worlds.DurableWorld(96355).run()

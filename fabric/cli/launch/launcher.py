@@ -350,8 +350,7 @@ class OtherHosts:
     def __init__(self, plan: LaunchPlan, selector: selectors.BaseSelector) -> None:
         chosen = settings({"FABRIC_REPLICA": "spare-node", **plan.environment, "FABRIC_LAYOUT": ""})
         self._host = advertised_host(chosen)
-        self.link = NodeLink(plan.environment)
-        selector.register(self.link.descriptor, selectors.EVENT_READ, self.link)
+        self.link = NodeLink(plan.environment, selector)
         self.says = NodeSays(
             uuid.uuid4().hex, self._host, plan.node, plan.nodes, "", "none", rack=chosen.rack
         )

@@ -87,7 +87,7 @@ class NodeLink:
                 *lines, self._pending = (self._pending + data).split(b"\n")
                 for line in lines:
                     self.order = msgspec.json.decode(line, type=NodeOrder)
-            self._end()
+            self.close(0.0)
             # A process that ends again and again must not take this host's time.
             is_quick = time.monotonic() - self._began < _HEALTHY_S
             self._pause_s = min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S) if is_quick else 0.0
@@ -95,11 +95,8 @@ class NodeLink:
             self._start()
             self._write()
 
-    def close(self) -> None:
+    def close(self, wait_s: float = _LAST_S) -> None:
         """Wait a moment until the last words have arrived, and end the process."""
-        self._end(_LAST_S)
-
-    def _end(self, wait_s: float = 0.0) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -54,6 +54,7 @@ from fabric.protocol.leader.core import MANY, LeaderCore
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.nodes import SPARE, HostRow, ReplicaNodes
 from fabric.runtime.driver import Driver
 from fabric.runtime.logs import fields
 
@@ -304,6 +305,7 @@ class Job:
         self._waits = WaitSentence()
         self.slowness = SlownessWatch()
         self.drills = Drills(name, self.note, context.clock)
+        self.nodes: dict[str, ReplicaNodes] = {}  # the hosts of each replica of several hosts
         self._diagnosis = DiagnosisTask(
             partial(context.access_to, name),
             self.peer_addresses,
@@ -332,7 +334,8 @@ class Job:
         """Whether the store has nothing of this job, and no process has a connection or a report."""
         is_new = not (self.core.state.record or self.core.writer.writing)
         reports = self.history.recoveries.launches.newest.values()
-        return is_new and self.connections.are_none and not any(report.host for report in reports)
+        is_quiet = self.connections.are_none and not self.nodes
+        return is_new and is_quiet and not any(report.host for report in reports)
 
     @property
     def is_complete(self) -> bool:
@@ -357,7 +360,7 @@ class Job:
         core = self.core
         record, state = core.state.record, recoverable(core, self.now)
         roster = record.roster if record else ()
-        absent = self.absences()
+        absent, hosts = self.absences(), self.hosts()
         training, wanted = counts(core, absent)
         missing = max(0, wanted - training - sum(absence.state == LEFT for absence in absent))
         ledger, left_by = self.look_at_ledger().seconds, self.history.left_by
@@ -376,6 +379,8 @@ class Job:
             if (record or absent) and not (self.is_complete or core.endings.refused_for or left_by)
             else 0,
             absent=absent,
+            spare_hosts=sum(host.node == SPARE for host in hosts),
+            missing_hosts=[] if self.is_complete else [host for host in hosts if host.state == "missing"],
             troubles=self._troubles(),
             failures=core.evidence.recent,
             sessions=len(self.connections.sessions),
@@ -389,7 +394,16 @@ class Job:
 
     def absences(self) -> list[Absence]:
         """Return the replicas that the job misses now."""
-        return absences(self.core, self.history.recoveries, self.now, self.peer_addresses)
+        return absences(self.core, self.history.recoveries, self.now, self.peer_addresses, self.nodes)
+
+    def hosts(self) -> list[HostRow]:
+        """Describe the hosts of replicas of several hosts, and each host that stands by once."""
+        rows = {
+            (host.id, name if host.node != SPARE else SPARE, host.node): replace(host, replica=name)
+            for name, nodes in sorted(self.nodes.items())
+            for host in nodes.rows(self.now)
+        }
+        return list(rows.values())
 
     def _troubles(self) -> list[ReplicaTrouble]:
         """Return the troubles of the job's members, each with its host."""

@@ -13,7 +13,6 @@ from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.lighthouse.history.recovery import Absence, RecoveryRecord
 from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics, ReplicaTrouble
 from fabric.model import HostFailure
-from fabric.protocol.nodes import HostRow
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
@@ -32,7 +31,6 @@ def of_lighthouse() -> str:
     trouble = ReplicaTrouble("r1", "slow", "10.0.0.1", "its rank")
     more = {"ledger": {"training": 1.0}, "slowdowns": {"rank": 1}, "troubles": [trouble]}
     more |= {"failures": [HostFailure("r1", "10.0.0.1", 1, 1.0)]}
-    more |= {"missing_hosts": [HostRow("", 1, "10.0.0.1", "a", "missing", 1.0, replica="r1")]}
     gauges = JobGauges("job", absent=[absent], recoverable_step=1, recoverable_age_seconds=1.0, **more)
     metrics.observe(lambda: True, lambda: [gauges])
     metrics.recovery(

@@ -250,7 +250,7 @@ def _absent(absence: dict[str, Any]) -> dict[str, Any]:
 def _with_hosts(
     rows: list[tuple[dict[str, Any], str]], hosts: Sequence[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], str]]:
-    """Return the rows with each replica's hosts below it; of very many hosts those that are no members."""
+    """Return the rows with each replica's hosts below it; where hosts are many, the members are left out."""
     below: dict[str, list[tuple[dict[str, Any], str]]] = {}
     for host in (x for x in hosts if len(hosts) <= _LONG or x["state"] != "member"):
         replica = host["replica"] if host["node"] >= 0 else ""

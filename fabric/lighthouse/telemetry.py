@@ -20,7 +20,6 @@ from fabric.errors import ConfigError
 from fabric.health.localise import Scope
 from fabric.lighthouse.history.recovery import CAPACITY, DOWN, NAMED, Absence, RecoveryRecord
 from fabric.model import HostFailure
-from fabric.protocol.nodes import HostRow
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,10 +31,10 @@ _PREFIX = "fabric_lighthouse_"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTrouble:
-    """A trouble of one member. ``why`` does not change while the trouble lasts."""
+    """A trouble of one replica. ``why`` does not change while the trouble lasts."""
 
     replica: str
-    kind: str  # "slow", "server silent" or "durable failed"
+    kind: str  # "slow", "server silent", "durable failed" or "host missing"
     host: str
     why: str
 
@@ -69,9 +68,7 @@ class JobGauges:
     slowest_speed: float = _gauge(
         "Speed of the slowest replica relative to its equals; 1 where none is slow.", 1
     )
-    spare_hosts: int = _gauge("Hosts that stand by to take the place of a lost one.")
     absent: Sequence[Absence] = ()
-    missing_hosts: Sequence[HostRow] = ()
     ledger: Mapping[str, float] = field(default_factory=dict)  # seconds by state
     troubles: Sequence[ReplicaTrouble] = ()
     failures: Sequence[HostFailure] = ()  # that count for a penalty now
@@ -192,15 +189,10 @@ class _Gauges(Collector):
         )
         yield _labelled(
             "replica_troubled",
-            f"1 for each trouble of a member, {NAMED} per job at most: slow, server silent, durable failed.",
+            f"1 for each trouble of a replica, {NAMED} per job at most: slow, server silent, durable failed, "
+            "host missing.",
             ["replica", "kind", "host", "why"],
             {job.job: job.troubles for job in jobs},
-        )
-        yield _labelled(
-            "host_missing",
-            f"1 for each host that a replica of several hosts lacks, {NAMED} per job at most.",
-            ["replica", "node", "host", "rack"],
-            {job.job: job.missing_hosts for job in jobs},
         )
         yield _labelled(
             "replica_failures",

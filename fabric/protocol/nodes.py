@@ -78,7 +78,7 @@ class NodeSays:
 
     @property
     def hardware(self) -> str:
-        """What this host computes with, in words."""
+        """Describe this host's GPUs and memory."""
         gpus = f"{self.devices} x {self.device} of {self.device_gb:.0f} GB" if self.device else "no GPU"
         return f"{gpus} and {self.memory_gb:.0f} GB of memory"
 
@@ -241,7 +241,8 @@ class ReplicaNodes:
         if not self.launchers or (attempt and attempt.outcome and attempt.outcome.is_clean):
             return []
         if attempt is not None and attempt.outcome is None:
-            seats, nodes = {}, attempt.nodes
+            seats: dict[int, _Launcher] = {}
+            nodes = attempt.nodes
         else:
             like = self._likes(now)[0] if self._waiting(now) else attempt
             seats, nodes = ({}, 0) if like is None else (self._seats(like.shape, like.nodes, now), like.nodes)

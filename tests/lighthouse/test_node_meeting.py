@@ -211,8 +211,8 @@ def test_the_status_names_the_lost_host_until_a_spare_host_has_its_place(hosts):
     asked = urllib.request.Request(f"{hosts.lighthouse.url}/metrics", headers=headers())
     with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
         metrics = answer.read().decode()
-    where = f'host="127.0.0.5",job="{hosts.job}",node="0",rack="",replica="r0"'
-    assert f"fabric_lighthouse_host_missing{{{where}}} 1.0" in metrics
+    where = f'host="127.0.0.5",job="{hosts.job}",kind="host missing",replica="r0",why="node 0'
+    assert f"fabric_lighthouse_replica_troubled{{{where}" in metrics
     assert re.search(
         rf'replica_down{{host="127.0.0.5",job="{hosts.job}",replica="r0",why=".*waits for', metrics
     )

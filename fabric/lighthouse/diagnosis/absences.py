@@ -34,12 +34,12 @@ def absences(
     ``nodes`` has the hosts of each replica of several hosts.
     """
     refused_at = addresses.refused_at if addresses is not None else lambda _: 0.0
-    found = _without_hosts(core, _absences(core, recoveries, now), nodes, now)
+    absent = _without_hosts(core, _absences(core, recoveries, now), nodes, now)
     return [
         replace(x, why=f"{x.why}; a wrong token for this job has come from its address")
         if x.state == DOWN and refused_at(x.replica) > x.since
         else x
-        for x in found
+        for x in absent
     ]
 
 

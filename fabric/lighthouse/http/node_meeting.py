@@ -142,13 +142,13 @@ class NodeMeetings:
             meeting = Meeting(lambda nodes: self._note(job, replica, nodes), lambda: self._end(job, replica))
             self._meetings[job, replica] = meeting
         # The hosts of a job that has not begun may all wait for one that never comes.
-        self._jobs().find_or_make(job).nodes[replica] = meeting.nodes
+        self._jobs().find_or_make(job).connections.launchers[replica] = meeting.nodes
         return meeting
 
     def _end(self, job: str, replica: str) -> None:
         """Forget the hosts of a replica whose launchers have all left."""
-        shell, meeting = self._jobs().by_name.get(job), self._meetings.get((job, replica))
-        if shell is not None and meeting is not None and shell.nodes.pop(replica, None) is not None:
+        shell = self._jobs().by_name.get(job)
+        if shell is not None and shell.connections.launchers.pop(replica, None) is not None:
             self._jobs().release(shell)
 
     def _note(self, job: str, replica: str, nodes: ReplicaNodes) -> None:

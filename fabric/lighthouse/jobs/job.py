@@ -74,13 +74,14 @@ class JobConnections:
         # Statuses are kept by connection, because a second process with this replica and rank, which the core
         # refuses, has a checkpoint server, too.
         self.servers: dict[MemberConnection, dict[tuple[str, int], HeardStatus]] = {}
+        self.launchers: dict[str, ReplicaNodes] = {}  # of each replica of several hosts
         self.pacer = SendPacer()
         self._frames = FrameCache()
         self._opening: MemberConnection | None = None
 
     @property
     def are_none(self) -> bool:
-        return not (self.sessions or self.servers)
+        return not (self.sessions or self.servers or self.launchers)
 
     # --- sessions --------------------------------------------------------------------------------------
 
@@ -305,7 +306,6 @@ class Job:
         self._waits = WaitSentence()
         self.slowness = SlownessWatch()
         self.drills = Drills(name, self.note, context.clock)
-        self.nodes: dict[str, ReplicaNodes] = {}  # the hosts of each replica of several hosts
         self._diagnosis = DiagnosisTask(
             partial(context.access_to, name),
             self.peer_addresses,
@@ -334,8 +334,7 @@ class Job:
         """Whether the store has nothing of this job, and no process has a connection or a report."""
         is_new = not (self.core.state.record or self.core.writer.writing)
         reports = self.history.recoveries.launches.newest.values()
-        is_quiet = self.connections.are_none and not self.nodes
-        return is_new and is_quiet and not any(report.host for report in reports)
+        return is_new and self.connections.are_none and not any(report.host for report in reports)
 
     @property
     def is_complete(self) -> bool:
@@ -360,7 +359,7 @@ class Job:
         core = self.core
         record, state = core.state.record, recoverable(core, self.now)
         roster = record.roster if record else ()
-        absent, hosts = self.absences(), self.hosts()
+        absent = self.absences()
         training, wanted = counts(core, absent)
         missing = max(0, wanted - training - sum(absence.state == LEFT for absence in absent))
         ledger, left_by = self.look_at_ledger().seconds, self.history.left_by
@@ -379,8 +378,6 @@ class Job:
             if (record or absent) and not (self.is_complete or core.endings.refused_for or left_by)
             else 0,
             absent=absent,
-            spare_hosts=sum(host.node == SPARE for host in hosts),
-            missing_hosts=[] if self.is_complete else [host for host in hosts if host.state == "missing"],
             troubles=self._troubles(),
             failures=core.evidence.recent,
             sessions=len(self.connections.sessions),
@@ -394,32 +391,39 @@ class Job:
 
     def absences(self) -> list[Absence]:
         """Return the replicas that the job misses now."""
-        return absences(self.core, self.history.recoveries, self.now, self.peer_addresses, self.nodes)
+        return absences(
+            self.core, self.history.recoveries, self.now, self.peer_addresses, self.connections.launchers
+        )
 
     def hosts(self) -> list[HostRow]:
         """Describe the hosts of replicas of several hosts, and each host that stands by once."""
         rows = {
             (host.id, name if host.node != SPARE else SPARE, host.node): replace(host, replica=name)
-            for name, nodes in sorted(self.nodes.items())
+            for name, nodes in sorted(self.connections.launchers.items())
             for host in nodes.rows(self.now)
         }
         return list(rows.values())
 
     def _troubles(self) -> list[ReplicaTrouble]:
-        """Return the troubles of the job's members, each with its host."""
+        """Return the missing hosts, and the troubles of members."""
         record, slow, servers = self.core.state.record, self.slowness.slow, self.servers
-        if record is None or record.complete or self.history.left_by:
+        if record is not None and (record.complete or self.history.left_by):
             return []
         kinds = {
             "slow": {name: f"its {slowdown.scope}" for name, slowdown in slow.items()},
             "server silent": dict.fromkeys(sorted(servers.silent), "its trainer runs"),
             "durable failed": servers.failing,
         }
-        return [
+        missing = [
+            ReplicaTrouble(host.replica, "host missing", host.host, host.why)
+            for host in self.hosts()
+            if host.state == "missing"
+        ]
+        return missing + [
             ReplicaTrouble(name, kind, host_of(member), why)
             for kind, reasons in kinds.items()
             for name, why in reasons.items()
-            if (member := record.member(name)) is not None
+            if record is not None and (member := record.member(name)) is not None
         ]
 
     def look_at_ledger(self) -> GoodputLedger:

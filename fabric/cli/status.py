@@ -162,7 +162,8 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     shown = {entry["replica"] for entry, _ in rows}
     absent = job.get("absent", ())  # a lighthouse of an older release has none
     rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
-    rows = _shortened(rows, first)
+    trouble = _trouble(job, rows)
+    rows = _with_hosts(_shortened(rows, first), job.get("nodes", ()))
     wide = width >= _WIDE
     speeds = _speeds(job)
     columns = ["replica", "role", "host", "phase", "step", *(["s/step", "speed", "share"] if speeds else [])]
@@ -185,7 +186,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
         lines.append(f"durable: step {newest['step']} of generation {newest['generation']}, {behind} behind")
     lines += _shards(job.get("data_shards"))
     lines += _orders(job, record)
-    lines += _trouble(job, rows)
+    lines += trouble
     lines += _slow(job.get("health")) + _slowest(job.get("health") or {})
     lines += _goodput(ledger)
     # Addresses are not wrapped, so that people can copy them.
@@ -244,6 +245,22 @@ def _absent(absence: dict[str, Any]) -> dict[str, Any]:
     verdict = f"{absence['why']}, since {since} UTC"
     nothing = {"phase": "", "step": None, "session_age_s": None, "connected": True, "trainer_status": None}
     return {"replica": absence["replica"], "host": absence["host"], **nothing, "verdict": verdict, "ckpt": ""}
+
+
+def _with_hosts(
+    rows: list[tuple[dict[str, Any], str]], hosts: Sequence[dict[str, Any]]
+) -> list[tuple[dict[str, Any], str]]:
+    """Return the rows with each replica's hosts below it; where hosts are many, the members are left out."""
+    below: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    for host in (x for x in hosts if len(hosts) <= _LONG or x["state"] != "member"):
+        replica = host["replica"] if host["node"] >= 0 else ""
+        where = f"{host['host']} (rack {host['rack']})" if host["rack"] else host["host"]
+        row = _absent({**host, "replica": replica and f"{replica} node {host['node']}", "host": where})
+        is_plain = host["state"] == "member" and not host["why"]
+        row["verdict"] = "alive" if is_plain else row["verdict"].removeprefix(", ")
+        below.setdefault(replica, []).append((row, host["state"]))
+    placed = [x for row in rows for x in (row, *below.pop(row[0]["replica"], ()))]
+    return placed + [x for others in below.values() for x in others]
 
 
 def recoverable(state: dict[str, Any] | None) -> str:

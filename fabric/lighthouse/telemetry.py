@@ -31,10 +31,10 @@ _PREFIX = "fabric_lighthouse_"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTrouble:
-    """A trouble of one member. ``why`` does not change while the trouble lasts."""
+    """A trouble of one replica. ``why`` does not change while the trouble lasts."""
 
     replica: str
-    kind: str  # "slow", "server silent" or "durable failed"
+    kind: str  # "slow", "server silent", "durable failed" or "host missing"
     host: str
     why: str
 
@@ -189,7 +189,8 @@ class _Gauges(Collector):
         )
         yield _labelled(
             "replica_troubled",
-            f"1 for each trouble of a member, {NAMED} per job at most: slow, server silent, durable failed.",
+            f"1 for each trouble of a replica, {NAMED} per job at most: slow, server silent, durable failed, "
+            "host missing.",
             ["replica", "kind", "host", "why"],
             {job.job: job.troubles for job in jobs},
         )

@@ -11,6 +11,7 @@ that is lost keeps its number only until a spare host stands by.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -23,6 +24,8 @@ SILENT_S, SUSPECT_S = 15.0, 3.0
 BROKEN_S = 1.0  # a launcher whose connection has broken comes back within this time
 UNCLAIMED_S = 30.0  # a number that no host ever claimed goes to a spare host after this time
 MOST_SHAPES = 4  # so many groups of hosts that were started alike are tried for an attempt
+_MOST_TRIED = 16  # so many spare hosts, of the lost host's rack and of all, are compared with one lost host
+_ENOUGH = 0.95  # hosts of one kind differ by less memory than this part says
 
 SPARE = -1
 _Rank = Annotated[int, Meta(ge=0, lt=8192)]
@@ -68,6 +71,39 @@ class NodeSays:
     node: _Number = SPARE  # its number in that attempt
     end: NodeEnd | None = None  # how its ranks ended in ``run``; None: they run
     gone: _Text = ""  # why this launcher ends now
+    device: Annotated[str, Meta(max_length=64)] = ""  # kind of this host's GPUs; empty: it has none
+    devices: _Count = 0  # number of its GPUs
+    device_gb: Annotated[float, Meta(ge=0)] = 0.0  # memory of the smallest GPU
+    memory_gb: Annotated[float, Meta(ge=0)] = 0.0  # memory of the host; 0: unknown
+
+    @property
+    def hardware(self) -> str:
+        """Describe this host's GPUs and memory."""
+        gpus = f"{self.devices} x {self.device} of {self.device_gb:.0f} GB" if self.device else "no GPU"
+        return f"{gpus} and {self.memory_gb:.0f} GB of memory"
+
+    def replaces(self, lost: "NodeSays | None") -> bool:
+        """Whether this host is as good as the one that was ``lost``, as far as both have said."""
+        return lost is None or (
+            (self.device == lost.device or not lost.memory_gb)
+            and self.devices >= lost.devices
+            and self.device_gb >= _ENOUGH * lost.device_gb
+            and self.memory_gb >= _ENOUGH * lost.memory_gb
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """One host of a replica of several hosts, as people see it."""
+
+    id: str  # of its launcher; empty where none is known
+    node: int  # SPARE: it has no place
+    host: str
+    rack: str
+    state: str  # member, waiting for an attempt, missing, or spare host
+    for_s: float  # it has been in this state for so long
+    why: str = ""
+    replica: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +121,7 @@ class NodeOrder:
     head: str = ""  # where rank 0 listens
     ended: NodeEnd | None = None
     replica: str = ""  # the replica that the order is about; a spare host may serve any
+    is_refusal: bool = False  # a person must look at this host, which waits in vain
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -119,22 +156,23 @@ class _Attempt:
     shape: str
     began: float  # for a new leader: when it learnt of the attempt
     head: str = ""
-    roster: dict[int, str] = field(default_factory=dict)  # launcher by number
+    seated: dict[int, NodeSays] = field(default_factory=dict)  # what each node's launcher said last
     node_of: dict[str, int] = field(default_factory=dict)  # number by launcher
-    hosts: dict[int, str] = field(default_factory=dict)
-    racks: dict[int, str] = field(default_factory=dict)
+    # Of nodes whose place a spare host took: the host before, and when.
+    instead: dict[int, tuple[str, float]] = field(default_factory=dict)
     ended: dict[int, NodeEnd] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)  # why, by number
+    # Why a node's launcher is away, and since when.
+    away: dict[int, tuple[str, float]] = field(default_factory=dict)
     why: str = ""  # the first failure; empty while all is well
     outcome: NodeEnd | None = None
 
     def seat(self, node: int, says: NodeSays) -> None:
-        self.roster[node], self.hosts[node], self.racks[node] = says.id, says.host, says.rack
-        self.node_of[says.id] = node
+        self.seated[node], self.node_of[says.id] = says, node
 
     def name(self, node: int) -> str:
-        host = self.hosts.get(node)
-        return f"node {node} ({host})" if host else f"node {node}"
+        says = self.seated.get(node)
+        return f"node {node}" if says is None else f"node {node} ({says.host})"
 
     def note_end(self, node: int, end: NodeEnd) -> None:
         if node in self.lost or node in self.ended:
@@ -145,7 +183,8 @@ class _Attempt:
             why = f"rank {failed} on {self.name(node)} ended with {end.codes.get(failed, 1)}"
             self.why = self.why or why
 
-    def note_loss(self, node: int, why: str) -> None:
+    def note_loss(self, node: int, why: str, now: float) -> None:
+        self.away.setdefault(node, (f"{self.name(node)} {why}", now))
         if node not in self.ended:
             self.lost.setdefault(node, f"{self.name(node)} {why}")
             self.why = self.why or self.lost[node]
@@ -185,9 +224,59 @@ class ReplicaNodes:
 
     @property
     def attempt(self) -> tuple[int, dict[int, str], set[str]]:
-        """The number of the newest attempt, the host of each of its nodes, and their launchers."""
+        """The number of the newest attempt, each of its nodes in words, and their launchers."""
         attempt = self._attempt
-        return (0, {}, set()) if attempt is None else (attempt.number, attempt.hosts, set(attempt.node_of))
+        if attempt is None:
+            return 0, {}, set()
+        words = {
+            node: f"node {node} on {says.host}"
+            + (f" in the place of {attempt.instead[node][0]}" if node in attempt.instead else "")
+            for node, says in sorted(attempt.seated.items())
+        }
+        return attempt.number, words, set(attempt.node_of)
+
+    def rows(self, now: float) -> list[HostRow]:
+        """Describe the replica's hosts by number, then those that stand by; none after the replica's end."""
+        attempt = self._attempt
+        if not self.launchers or (attempt and attempt.outcome and attempt.outcome.is_clean):
+            return []
+        if attempt is not None and attempt.outcome is None:
+            seats: dict[int, _Launcher] = {}
+            nodes = attempt.nodes
+        else:
+            like = self._likes(now)[0] if self._waiting(now) else attempt
+            seats, nodes = ({}, 0) if like is None else (self._seats(like.shape, like.nodes, now), like.nodes)
+        began = min((x.since for x in self.launchers.values() if not x.says.run), default=now)
+        rows = [self._row(node, seats, began, now) for node in range(nodes)]
+        placed = {row.id for row in rows}
+        for launcher in self.launchers.values():
+            says = launcher.says
+            if says.id not in placed and not says.run:
+                # A bound for the work: each order looks at all launchers.
+                why = self._order_to_wait(launcher, now).why if len(rows) < nodes + _MOST_TRIED else ""
+                for_s = now - launcher.since
+                rows.append(HostRow(says.id, SPARE, says.host, says.rack, "spare host", for_s, why))
+        return rows
+
+    def _row(self, node: int, seats: dict[int, _Launcher], began: float, now: float) -> HostRow:
+        attempt = self._attempt
+        says = seats[node].says if node in seats else attempt.seated.get(node) if attempt else None
+        if says is None:
+            why = f"node {node} has {'not been heard' if attempt and not attempt.outcome else 'no host'} yet"
+            return HostRow("", node, "", "", "missing", now - began, why)
+        launcher = self.launchers.get(says.id)
+        if node in seats or (launcher and launcher.is_here(now) and attempt and attempt.outcome):
+            return HostRow(
+                says.id, node, says.host, says.rack, "waiting", now - (launcher or seats[node]).since
+            )
+        assert attempt is not None
+        if node in attempt.lost or attempt.outcome:
+            heard = now - launcher.silent_s(now) if launcher else now
+            why, at = attempt.away.get(node, (f"{attempt.name(node)} is silent", heard))
+            return HostRow(says.id, node, says.host, says.rack, "missing", now - at, why)
+        instead, at = attempt.instead.get(node, ("", attempt.began))
+        why = f"in the place of {instead}" if instead else ""
+        return HostRow(says.id, node, says.host, says.rack, "member", now - at, why)
 
     def hear(self, says: NodeSays, now: float) -> None:
         """Take one request of a launcher. ``answered`` must follow."""
@@ -222,6 +311,8 @@ class ReplicaNodes:
         for name, launcher in list(self.launchers.items()):
             if launcher.silent_s(now) > SILENT_S:
                 del self.launchers[name]
+                if attempt is not None and name in attempt.node_of:
+                    attempt.note_loss(attempt.node_of[name], "is silent", now)
         if attempt is None or attempt.outcome is not None:
             self._begin(now)
 
@@ -255,23 +346,23 @@ class ReplicaNodes:
             self._attempt = attempt
         if attempt is None or says.run != attempt.run:
             if attempt is not None and says.gone and says.id in attempt.node_of:
-                attempt.note_loss(attempt.node_of[says.id], f"has left: {says.gone}")
+                attempt.note_loss(attempt.node_of[says.id], f"has left: {says.gone}", now)
             return
-        if says.node not in range(attempt.nodes) or attempt.roster.get(says.node, says.id) != says.id:
+        if says.node not in range(attempt.nodes) or attempt.seated.get(says.node, says).id != says.id:
             return
         attempt.seat(says.node, says)
         if says.end is not None:
             attempt.note_end(says.node, says.end)
         elif says.gone:
-            attempt.note_loss(says.node, f"has left: {says.gone}")
+            attempt.note_loss(says.node, f"has left: {says.gone}", now)
         attempt.settle()
 
     def _note_silence(self, attempt: _Attempt, node: int, now: float) -> None:
-        launcher = self.launchers.get(attempt.roster.get(node, ""))
+        launcher = self.launchers.get(attempt.seated[node].id) if node in attempt.seated else None
         silent_s = now - attempt.began if launcher is None else launcher.silent_s(now)
         limit_s = SUSPECT_S if attempt.why or (launcher is not None and launcher.is_broken) else SILENT_S
         if silent_s > limit_s:
-            attempt.note_loss(node, f"has not been heard for {silent_s:.0f} s")
+            attempt.note_loss(node, f"has not been heard for {silent_s:.0f} s", now)
 
     # --- the next attempt ---------------------------------------------------------------------------------
 
@@ -282,14 +373,29 @@ class ReplicaNodes:
             if node is not None and attempt.outcome is None and says.attempt < attempt.number:
                 return NodeOrder("start", "", attempt.run, attempt.number, node, attempt.head)
         if (differs := self._difference(says, now)) is not None:
-            return NodeOrder("wait", differs)
+            return NodeOrder("wait", differs, is_refusal=True)
         if attempt is not None and attempt.outcome is None:
-            if (holder := attempt.hosts.get(says.number)) is not None:
-                return NodeOrder("wait", f"{holder} is node {says.number}: this host stands by")
+            if not any(says.replaces(x) for x in attempt.seated.values()) and says.number == SPARE:
+                return self._refusal(says, min(attempt.seated, default=0))
+            if (holder := attempt.seated.get(says.number)) is not None:
+                return NodeOrder("wait", f"{holder.host} is node {says.number}: this host stands by")
             return NodeOrder("wait", f"attempt {attempt.number} runs: this host stands by")
-        seats = self._seats(says, now)
+        seats = self._seats(says.shape, says.nodes, now)
         missing = [node for node in range(says.nodes) if node not in seats]
+        if launcher not in seats.values():
+            if (holds := seats.get(says.number)) is not None:
+                return NodeOrder("wait", f"{holds.says.host} is node {says.number} too: this host stands by")
+            if missing and attempt is not None and not says.replaces(attempt.seated.get(missing[0])):
+                return self._refusal(says, missing[0])
         return NodeOrder("wait", f"no host is node {', '.join(map(str, missing[:8]))} yet" if missing else "")
+
+    def _refusal(self, says: NodeSays, node: int) -> NodeOrder:
+        """Say that this spare host cannot be that node."""
+        lost = self._attempt.seated.get(node) if self._attempt is not None else None
+        if self._attempt is None or lost is None:
+            return NodeOrder("wait", "this host stands by")
+        unlike = f"{says.host} has {says.hardware}, and {self._attempt.name(node)} has {lost.hardware}"
+        return NodeOrder("wait", f"{unlike}: start a spare host like it", is_refusal=True)
 
     def _waiting(self, now: float) -> list[_Launcher]:
         """The launchers that wait for an attempt, the one that waits longest first."""
@@ -300,7 +406,8 @@ class ReplicaNodes:
         """Say which other host was started otherwise; None where all agree."""
         attempt = self._attempt
         if attempt is not None and attempt.outcome is None and attempt.shape != says.shape:
-            others = (attempt.hosts[min(attempt.hosts)], attempt.shape) if attempt.hosts else ("", "")
+            seated = attempt.seated
+            others = (seated[min(seated)].host, attempt.shape) if seated else ("", "")
         else:
             unlike = [x.says for x in self._waiting(now) if x.says.shape != says.shape]
             others = (unlike[0].host, unlike[0].shape) if unlike else ("", "")
@@ -310,17 +417,17 @@ class ReplicaNodes:
             f"{others[0]} was started with {others[1]}, and {says.host} with {says.shape}: start both alike"
         )
 
-    def _seats(self, like: NodeSays, now: float) -> dict[int, _Launcher]:
-        """The launcher of each number in the next attempt, of those started ``like`` this one; a number
-        without one is missing.
+    def _seats(self, shape: str, nodes: int, now: float) -> dict[int, _Launcher]:
+        """The launcher of each number in the next attempt, of those started alike; a number without one is
+        missing.
         """
-        waiting, nodes = [x for x in self._waiting(now) if x.says.shape == like.shape], like.nodes
-        before = self._attempt.roster if self._attempt is not None else {}
+        waiting = [x for x in self._waiting(now) if x.says.shape == shape]
+        before = self._attempt.seated if self._attempt is not None else {}
         by_id = {launcher.says.id: launcher for launcher in waiting}
-        seats = {n: by_id[name] for n, name in before.items() if name in by_id and n < nodes}
+        seats = {n: by_id[says.id] for n, says in before.items() if says.id in by_id and n < nodes}
         seated = {launcher.says.id for launcher in seats.values()}
         # A holder that is here is on its way from the last attempt to the next.
-        holders = {n: self.launchers.get(identity) for n, identity in before.items()}
+        holders = {n: self.launchers.get(says.id) for n, says in before.items()}
         away = {n for n, holder in holders.items() if holder is None or not holder.is_here(now)}
         open_ = [n for n in range(nodes) if n not in seats and (n in away or n not in before)]
         claims: dict[int, _Launcher] = {}
@@ -332,26 +439,33 @@ class ReplicaNodes:
         # A host whose place was taken while it was away is a spare host too.
         free = {SPARE, *before}
         spares = {x.says.id: x for x in waiting if x.says.id not in seated and x.says.number in free}
-        by_rack: dict[str, list[str]] = {}
-        for identity, launcher in reversed(spares.items()):
-            by_rack.setdefault(launcher.says.rack, []).append(identity)
+        by_rack: dict[str, dict[str, _Launcher]] = {}
+        for identity, launcher in spares.items():
+            by_rack.setdefault(launcher.says.rack, {})[identity] = launcher
         began = waiting[0].since if waiting else now
         for node in open_:
             if node in seats or not spares or not (node in before or now - began > UNCLAIMED_S):
                 continue
-            near = by_rack.get(self._attempt.racks.get(node, "") if self._attempt is not None else "", [])
-            while near and near[-1] not in spares:
-                near.pop()
-            seats[node] = spares.pop(near[-1] if near else next(iter(spares)))
+            lost = before.get(node)
+            near = by_rack.get(lost.rack, {}) if lost is not None else {}
+            tried = chain(islice(near.values(), _MOST_TRIED), islice(spares.values(), _MOST_TRIED))
+            fits = next((x for x in tried if x.says.replaces(lost)), None)
+            if fits is not None:
+                seats[node] = fits
+                del spares[fits.says.id], by_rack[fits.says.rack][fits.says.id]
         return seats
+
+    def _likes(self, now: float) -> list[NodeSays]:
+        """One launcher of each group that was started alike, first of the group of the last attempt."""
+        before = self._attempt
+        shapes = {launcher.says.shape: launcher.says for launcher in reversed(self._waiting(now))}
+        return sorted(shapes.values(), key=lambda says: before is None or says.shape != before.shape)
 
     def _begin(self, now: float) -> None:
         """Begin an attempt of hosts that were started alike: as the last attempt's, if they are complete."""
         before = self._attempt
-        shapes = {launcher.says.shape: launcher.says for launcher in reversed(self._waiting(now))}
-        likes = sorted(shapes.values(), key=lambda says: before is None or says.shape != before.shape)
-        for like in likes[:MOST_SHAPES]:  # a bound for the work of one message
-            seats = self._seats(like, now)
+        for like in self._likes(now)[:MOST_SHAPES]:  # a bound for the work of one message
+            seats = self._seats(like.shape, like.nodes, now)
             if len(seats) == like.nodes:
                 newest = max(launcher.says.attempt for launcher in self.launchers.values())
                 number = 1 + max(newest, before.number if before is not None else 0)
@@ -359,5 +473,10 @@ class ReplicaNodes:
                 attempt.head = seats[0].says.address
                 for node, launcher in sorted(seats.items()):
                     attempt.seat(node, launcher.says)
+                    was = before.seated.get(node) if before is not None else None
+                    if before is not None and was is not None and was.host == launcher.says.host:
+                        attempt.instead |= {n: x for n, x in before.instead.items() if n == node}
+                    elif was is not None:
+                        attempt.instead[node] = (was.host, now)
                 self._attempt = attempt
                 return

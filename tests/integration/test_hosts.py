@@ -4,17 +4,19 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from alone import losses_alone
 from job import HERE, SEARCH_PATH
 from layout_trainer import GLOBAL_BATCH, build
-from namespaces import ADDRESSES, Cable
+from namespaces import ADDRESSES, Cable, enter
 from test_launched_jobs import LaunchedJob
 
 PROBLEM = Cable.problem()
 STEPS = 60
+HELD_AT = 6
 
 pytestmark = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 
@@ -25,7 +27,7 @@ class Hosts:
     def __init__(self, job: LaunchedJob, cable: Cable) -> None:
         self.job, self.cable = job, cable
 
-    def start(self, host: str, side: int, *options: str) -> None:
+    def start(self, host: str, side: int, *options: str, **more: str) -> None:
         own = {
             "FABRIC_BIND": ADDRESSES[side],
             "FABRIC_RUN_DIR": str(self.job.folder / "run" / host),
@@ -33,6 +35,7 @@ class Hosts:
             "LAUNCHED_NOTES": str(self.job.folder / "r1.notes"),
             "PYTHONPATH": SEARCH_PATH,
             "OMP_NUM_THREADS": "1",
+            **more,
         }
         program = ["launch", "--nodes", "2", "--ranks", "1", *options, str(HERE / self.job.trainer)]
         inside = ["ip", "netns", "exec", self.cable.names[side], sys.executable, "-m", "fabric.cli.main"]
@@ -79,3 +82,55 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_and_the_job_loses_no_step(zy
             assert job.losses("r0") == pytest.approx(
                 dict(enumerate(losses_alone(build(), STEPS, GLOBAL_BATCH))), rel=1e-4
             )
+
+
+@pytest.mark.parametrize("lost", ["rank", "host"])
+def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(zygote, tmp_path, lost):
+    """The other replica waits for r1, so the job is at the step of which every server holds a snapshot."""
+    environment = {"TINY_STEPS": "12", "FABRIC_REPLICAS": "2:2", "FABRIC_SNAPSHOT_EVERY": str(HELD_AT)}
+    held = tmp_path / "held"
+    with Cable() as cable:
+        inside = ("ip", "netns", "exec", cable.names[0])
+        with LaunchedJob(
+            zygote, tmp_path, 2, ranks=2, environment=environment, bind=ADDRESSES[0], inside=inside
+        ) as job:
+            hosts = Hosts(job, cable)
+            job.environment |= {"TEST_NETNS": cable.names[0], "FABRIC_BIND": ADDRESSES[0]}
+            job.start_beside("r0")
+            job.groups["r1"] = ["r1.0", "r1.1"]
+            points = {"FABRIC_TEST_POINTS": f"before-ring@{HELD_AT}=wait:{held}"}
+            hosts.start("host-0", 0, "--node", "0", **points)
+            hosts.start("host-1", 1, "--node", "1", **points)
+            hosts.start("host-2", 1, "--spare-node", **points)
+            job.wait_for(Path(f"{held}.awaited").exists, f"step {HELD_AT} of r1")
+            job.wait_for(lambda: len(holders(job, cable)) == 4, f"snapshots of step {HELD_AT} in all servers")
+            servers = holders(job, cable)
+            if lost == "host":
+                hosts.lose("host-1")
+            else:
+                os.kill(job.pid("r1", 1), signal.SIGKILL)
+            held.touch()
+            job.wait_for(lambda: len(job.notes("r1")) >= 4, "both ranks of r1 to start again")
+            codes = {"r0.0": 0, "r0.1": 0, "host-0": 0, "host-1": -9 if lost == "host" else 0}
+            if lost == "rank":
+                job.wait_for(lambda: job.launchers["host-1"].poll() is not None, "the end of r1")
+                job.launchers.pop("host-2").terminate()  # nobody has needed it
+            assert job.end_codes() == {**codes, **({"host-2": 0} if lost == "host" else {})}, job.logs()
+            joins = [
+                [e for e in job.rank_events("r1", rank, "join") if e["step"] == HELD_AT] for rank in (0, 1)
+            ]
+            assert list(joins[0][-1]["sources"]) == ["own memory"], joins
+            source = servers["r0", 1].partition("#")[0] if lost == "host" else "own memory"
+            assert list(joins[1][-1]["sources"]) == [source], joins
+            job.check_lanes(12)
+
+
+def holders(job: LaunchedJob, cable: Cable) -> dict[tuple[str, int], str]:
+    """Return the servers that hold the snapshot at which r1 is held, by replica and rank."""
+    with ThreadPoolExecutor(1, initializer=enter, initargs=(cable.names[0],)) as inside:
+        rows = inside.submit(job.status).result()["checkpoint_servers"]
+    return {
+        (x["replica"], x["rank"]): x["ckpt"]
+        for x in rows
+        if any(snapshot["step"] == HELD_AT for snapshot in x["snapshots"])
+    }

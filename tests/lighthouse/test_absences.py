@@ -25,6 +25,7 @@ from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.wire import decode_value
+from fabric.protocol.nodes import NodeSays, ReplicaNodes
 
 
 async def view_of(http, url: str, job: str) -> dict:
@@ -104,6 +105,35 @@ def test_a_member_whose_trainer_is_gone_is_down_before_the_next_epoch():
     watched.job.commits = False
     watched.job.status("c", "gone")
     assert watched.said.startswith("2 of 3 replicas; c down since TIME (")
+
+
+def test_a_replica_that_waits_for_a_host_names_the_lost_host_and_not_the_head():
+    watched = Watched(start_replicas=3)
+    table = ReplicaNodes(lambda: "run")
+    says = [NodeSays(f"id-{node}", f"host-{node}", node, 2, "alike", "a:1") for node in (0, 1)]
+    now = watched.job.now
+    for one in says:
+        table.hear(one, now)
+    said = [replace(one, run="run", attempt=1, node=one.number) for one in says]
+    for one in (*said, replace(said[1], gone="SIGTERM ended its launcher")):
+        table.hear(one, now)
+    watched.evict("c")
+    watched.log.observe(watched.job.core, 1, watched.job.now)
+    absent = absences(watched.job.core, watched.log, watched.job.now, None, {"c": table})
+    why = "it waits for a host: node 1 (host-1) has left: SIGTERM ended its launcher"
+    assert absent[0].host == "host-1" and absent[0].why.endswith(f"; {why}")
+    assert re.search(
+        rf"^2 of 3 replicas; c down since .*{re.escape(why)}, host-1", headline(watched.job.core, absent)
+    )
+    # A replica that has never attached is named by its hosts alone.
+    (never,) = [
+        x
+        for x in absences(watched.job.core, watched.log, watched.job.now, None, {"d": table})
+        if x.replica == "d"
+    ]
+    assert (never.state, never.why, never.host) == (DOWN, why, "host-1")
+    # A replica that trains is not absent, whatever its launchers say.
+    assert absences(watched.job.core, watched.log, watched.job.now, None, {"a": table})[0].replica == "c"
 
 
 def test_a_lost_replica_stays_in_the_headline_under_the_next_leader():

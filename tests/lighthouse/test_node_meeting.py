@@ -3,14 +3,20 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from pathlib import Path
 
 import pytest
 from forked_processes import run_python
-from lighthouse_support import DEADLINE_S, LighthouseProcess
+from lighthouse_support import DEADLINE_S, LighthouseProcess, headers, wait_for
+from rich.console import Console
+
+from fabric.cli.status import _job
 
 # A rank: notes its environment, and acts as $PLAY says for its rank and attempt: an exit code, or "waits".
 RANK = """
@@ -37,9 +43,17 @@ class Hosts:
         self.script.write_text(RANK)
         self.launchers: dict[str, subprocess.Popen[str]] = {}
 
-    def start(self, host: str, *options: str, play: dict[str, list[str]], replica: str = "r0") -> None:
+    def start(
+        self,
+        host: str,
+        *options: str,
+        play: dict[str, list[str]],
+        replica: str = "r0",
+        advertise: str = "",
+    ) -> None:
         plain = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
         own = {"NOTES": str(self.notes), "HOST": host, "PLAY": json.dumps(play)}
+        own |= {"FABRIC_ADVERTISE": advertise} if advertise else {}
         named = ["--job", self.job, "--lighthouse", self.lighthouse.url]
         named += ["--replica", replica] if replica else []
         command = [sys.executable, "-m", "fabric.cli.main", "launch", *named]
@@ -64,6 +78,27 @@ class Hosts:
             assert time.monotonic() < deadline, self.rows()
             time.sleep(0.02)
         return sorted(self.rows(attempt), key=lambda row: int(row["RANK"]))
+
+    def carrier(self, host: str, but: int = 0) -> int:
+        """Wait for the process that carries this host's words to the others; return its id, never ``but``."""
+        launcher = self.launchers[host].pid
+        children = Path(f"/proc/{launcher}/task/{launcher}/children")
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            for pid in children.read_text().split():
+                with contextlib.suppress(OSError):  # it may have ended meanwhile
+                    if int(pid) != but and b"node_link" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        return int(pid)
+            time.sleep(0.02)
+        raise AssertionError(f"no process carries the words of {host}")
+
+    def status(self) -> dict:
+        asked = urllib.request.Request(f"{self.lighthouse.url}/v1/jobs/{self.job}", headers=headers())
+        with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
+            return json.load(answer)
+
+    def until_status(self, is_so) -> dict:
+        return wait_for(lambda: body if is_so(body := self.status()) else None, "the status")
 
     def codes(self) -> dict[str, int]:
         return {host: x.wait(DEADLINE_S) for host, x in self.launchers.items()}
@@ -115,6 +150,22 @@ def test_a_dead_rank_starts_all_ranks_of_all_hosts_again(hosts):
         assert {row[name] for row in first}.isdisjoint({row[name] for row in again})
 
 
+def test_a_host_whose_words_are_carried_no_more_speaks_again_and_its_replica_goes_on(hosts):
+    """Its ranks are healthy: neither they nor their launcher may end."""
+    play = {rank: ["waits", "0"] for rank in "0123"}
+    for number in (0, 1):
+        hosts.start(f"host-{number}", *NODES, "--node", str(number), play=play)
+    ranks = hosts.until_run(4, 0)
+    killed = hosts.carrier("host-1")
+    os.kill(killed, signal.SIGKILL)
+    hosts.carrier("host-1", but=killed)
+    # Only words of host-1 end the attempt of both hosts. A slow machine may have ended it before.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(ranks[3]["pid"], signal.SIGKILL)
+    hosts.until_run(4, 1)
+    assert hosts.codes() == {"host-0": 0, "host-1": 0}
+
+
 def test_a_mistake_on_one_host_ends_the_launchers_of_all(hosts):
     for number in (0, 1):
         hosts.start(f"host-{number}", *NODES, "--node", str(number), play={"0": ["waits"], "2": ["1"]})
@@ -137,6 +188,44 @@ def test_a_spare_host_takes_the_place_of_a_killed_one(hosts):
     assert [row["HOST"] for row in again] == ["host-2", "host-2", "host-1", "host-1"]
     assert {row["FABRIC_REPLICA"] for row in again} == {"r0"}
     assert hosts.codes() == {"host-0": -9, "host-1": 0, "host-2": 0}
+
+
+def test_the_status_names_the_lost_host_until_a_spare_host_has_its_place(hosts):
+    """The replica has never attached, so only its launchers' words show it."""
+    play = {rank: ["waits"] for rank in "0123"}
+    for number in (0, 1):
+        hosts.start(
+            f"host-{number}", *NODES, "--node", str(number), play=play, advertise=f"127.0.0.{number + 5}"
+        )
+    hosts.until_run(4, 0)
+    hosts.launchers["host-0"].kill()
+    body = hosts.until_status(lambda body: "it waits for a host" in body["headline"])
+    said = r"it waits for a host: node 0 \(127.0.0.5\) .*, 127.0.0.5\)"
+    assert re.fullmatch(r"0 of \d replicas?; r0 down since \S+ UTC \(.*" + said, body["headline"])
+    body = hosts.until_status(lambda body: [x["state"] for x in body["nodes"]] == ["missing", "waiting"])
+    console = Console(width=200, record=True)
+    console.print(_job(body, 200))
+    text = console.export_text()
+    assert re.search(r"r0 node 0 +│ missing +│ 127.0.0.5 .*node 0 \(127.0.0.5\)", text)
+    assert re.search(r"r0 node 1 +│ waiting +│ 127.0.0.6 ", text)
+    asked = urllib.request.Request(f"{hosts.lighthouse.url}/metrics", headers=headers())
+    with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
+        metrics = answer.read().decode()
+    where = f'host="127.0.0.5",job="{hosts.job}",kind="host missing",replica="r0",why="node 0'
+    assert f"fabric_lighthouse_replica_troubled{{{where}" in metrics
+    assert re.search(
+        rf'replica_down{{host="127.0.0.5",job="{hosts.job}",replica="r0",why=".*waits for', metrics
+    )
+    hosts.start("host-2", *NODES, "--spare-node", play=play, replica="", advertise="127.0.0.7")
+    hosts.until_run(4, 1)
+    body = hosts.until_status(lambda body: [x["state"] for x in body["nodes"]] == ["member", "member"])
+    assert (body["nodes"][0]["host"], body["nodes"][0]["why"]) == ("127.0.0.7", "in the place of 127.0.0.5")
+    asked = urllib.request.Request(f"{hosts.lighthouse.url}/v1/jobs/{hosts.job}/events", headers=headers())
+    with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
+        events = [(x["kind"], x["why"]) for x in json.load(answer)]
+    assert ("nodes start", "attempt 1: node 0 on 127.0.0.5, node 1 on 127.0.0.6") in events
+    again = "attempt 2: node 0 on 127.0.0.7 in the place of 127.0.0.5, node 1 on 127.0.0.6"
+    assert ("nodes start", again) in events
 
 
 def test_hosts_run_on_without_a_lighthouse_and_meet_again_at_the_next(job, tmp_path):

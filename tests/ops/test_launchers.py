@@ -12,8 +12,16 @@ SLURM = OPS / "slurm" / "train.sbatch"
 DEADLINE_S = 120
 
 # This script plays the launcher: each attempt ends with the next exit code of a list, and 75 restarts.
-_FABRIC = """#!/bin/sh
-[ "$*" = "launch train.py" ] || exit 99
+_FABRIC = """#!/bin/bash
+[ "$1 ${*: -1}" = "launch train.py" ] || exit 99
+case " $* " in
+    *" --spare-node "*)
+        echo "$*" >> "$PLAY/spares"
+        while kill -0 $PPID 2> /dev/null; do sleep 0.05; done
+        exit
+        ;;
+esac
+[ $# -gt 2 ] && echo "$FABRIC_REPLICA $2 $3 $4 $5" >> "$PLAY/hosts"
 mine=$PLAY/$FABRIC_REPLICA
 while :; do
     echo "$FABRIC_REPLICA" >> "$mine.starts"
@@ -34,8 +42,8 @@ while [ "$1" != bash ]; do
     esac
     shift
 done
-printf '%s %s\\n' "$node" "$FABRIC_REPLICA" >> "$PLAY/steps"
-env | grep ^FABRIC_ | sort > "$PLAY/$FABRIC_REPLICA.env"
+printf '%s %s\\n' "$node" "${FABRIC_REPLICA-spare}" >> "$PLAY/steps"
+env | grep ^FABRIC_ | sort > "$PLAY/${FABRIC_REPLICA-spare}.env"
 if [ -e "$PLAY/lost.$node" ]; then
     echo "srun: error: Node failure on $node" >&2
     exit 0  # as Slurm 22.05 does
@@ -87,7 +95,7 @@ class Play:
             **others,
         }
 
-    def submit(self, **others: str) -> subprocess.CompletedProcess[str]:
+    def submit(self, *words: str, **others: str) -> subprocess.CompletedProcess[str]:
         job = {
             "SLURM_JOB_NAME": "gpt",
             "SLURM_JOB_ID": "71",
@@ -98,7 +106,7 @@ class Play:
             "FABRIC_TOKEN_FILE": "/shared/gpt-7",
         }
         return subprocess.run(
-            ["bash", str(SLURM)],
+            ["bash", str(SLURM), *words],
             env=self.environment(**{**job, **others}),
             cwd=OPS.parent,
             capture_output=True,
@@ -140,6 +148,37 @@ def test_each_node_has_a_step_of_its_own_with_one_replica(play):
     assert [play.starts(replica) for replica in ("r0", "r1", "r2")] == [2, 2, 2]
     told = dict(line.split("=", 1) for line in (play.folder / "r1.env").read_text().splitlines())
     assert told["FABRIC_JOB"] == "gpt-7" and told["FABRIC_REPLICAS"] == "1:3"
+
+
+def test_replicas_of_several_nodes_have_numbered_hosts_and_what_is_left_stands_by(play):
+    play.ends_with("r0", "0", "0")
+    done = play.submit("--nodes-per-replica", "2")
+    assert done.returncode == 0, done.stderr
+    steps = sorted((play.folder / "steps").read_text().splitlines())
+    assert steps == ["node1 r0", "node2 r0", "node3 spare"]
+    hosts = sorted((play.folder / "hosts").read_text().splitlines())
+    assert hosts == ["r0 --nodes 2 --node 0", "r0 --nodes 2 --node 1"]
+    assert (play.folder / "spares").read_text() == "launch --nodes 2 --spare-node train.py\n"
+    assert "FABRIC_REPLICAS=1:1" in (play.folder / "r0.env").read_text()
+    assert "FABRIC_REPLICA=" not in (play.folder / "spare.env").read_text()
+    assert "replica r0 on node1 has finished" in done.stderr
+    assert "replica r0 on node2 has finished" in done.stderr
+
+
+def test_a_replica_whose_other_node_was_lost_has_finished_with_a_spare_host(play):
+    play.ends_with("r0", "0")
+    (play.folder / "lost.node2").touch()
+    done = play.submit("--nodes-per-replica", "2")
+    assert done.returncode == 0, done.stderr
+    assert "replica r0 on node2 was lost with its node" in done.stderr
+
+
+@pytest.mark.parametrize("count", ["0", "4", "x", ""])
+def test_a_number_of_nodes_that_does_not_fit_is_refused_before_anything_starts(play, count):
+    done = play.submit("--nodes-per-replica", count)
+    assert done.returncode == 1
+    assert f"--nodes-per-replica {count} does not fit 3 nodes: give 1 to 3" in done.stderr
+    assert not (play.folder / "steps").exists()
 
 
 @pytest.mark.parametrize("node", ["node1", "node3"])

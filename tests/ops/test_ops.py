@@ -35,6 +35,7 @@ FILES = sorted(
 KUBERNETES = sorted((OPS / "kubernetes").rglob("*.yaml"))
 BASE = sorted((OPS / "kubernetes" / "base").glob("*.yaml"))
 JOB = OPS / "kubernetes" / "trainer-job.yaml"
+HOSTS_JOB = OPS / "kubernetes" / "replica-job.yaml"
 OUR_COMMANDS = ("lighthouse", "ckpt-server", "launch")
 OVERLAYS = ["", "overlays/tls", "overlays/external-etcd", "overlays/monitoring"]
 
@@ -169,7 +170,7 @@ def trainer_job() -> dict[str, Any]:
 
 def everything() -> list[dict[str, Any]]:
     """Return the objects of the base and the example; overlays are read after their build."""
-    return [d for path in [*BASE, JOB] for d in documents(path)]
+    return [d for path in [*BASE, JOB, HOSTS_JOB] for d in documents(path)]
 
 
 def pods() -> list[tuple[str, dict[str, Any]]]:
@@ -222,7 +223,7 @@ def test_only_pods_that_need_it_can_reach_a_pod():
 
 
 def test_containers_mount_what_their_pod_has_and_probe_ports_that_they_name():
-    assert len(pods()) == 3
+    assert len(pods()) == 4
     for _, pod in pods():
         volumes = {volume["name"] for volume in pod.get("volumes", [])}
         for container in containers(pod):
@@ -290,6 +291,26 @@ def test_a_mistake_ends_one_replica_and_a_lost_pod_none():
     # The Kubernetes API demands these values for a job with a pod failure policy.
     assert pod["restartPolicy"] == "Never" and spec["completionMode"] == "Indexed"
     assert "backoffLimit" not in spec and spec["podReplacementPolicy"] == "Failed"
+
+
+def test_a_replica_of_several_hosts_has_a_pod_for_each_and_the_policy_of_the_other_example():
+    (job,), other = documents(HOSTS_JOB), trainer_job()["spec"]
+    spec = job["spec"]
+    (trainer,) = spec["template"]["spec"]["containers"]
+    launch = cli.get_command(click.Context(cli), "launch")
+    with launch.make_context("launch", trainer["command"][2:]) as context:
+        assert context.params["nodes"] == spec["completions"] == spec["parallelism"]
+        assert context.params["stop_s"] < spec["template"]["spec"]["terminationGracePeriodSeconds"]
+    for name in ("completionMode", "podFailurePolicy", "backoffLimitPerIndex", "podReplacementPolicy"):
+        assert spec[name] == other[name]
+    settings = {entry["name"]: entry.get("value") for entry in trainer["env"]}
+    (example,) = other["template"]["spec"]["containers"]
+    alike = {entry["name"]: entry.get("value") for entry in example["env"]}
+    assert {name: alike[name] for name in settings if name != "FABRIC_REPLICA"} == {
+        name: value for name, value in settings.items() if name != "FABRIC_REPLICA"
+    }
+    # Drained, the other pods would finish, and Kubernetes would not start them again.
+    assert "lifecycle" not in trainer and not any("leave-file" in word for word in trainer["command"])
 
 
 def test_a_pod_that_has_to_go_is_drained_first():

@@ -53,9 +53,9 @@ class World:
             self.add(f"spare-{number}", SPARE)
         self.lead()
 
-    def add(self, name: str, number: int, shape: str = SHAPE) -> Host:
+    def add(self, name: str, number: int, shape: str = SHAPE, **hardware: object) -> Host:
         launcher = f"{name}.{next(self.ids)}"
-        says = NodeSays(launcher, name, number, self.nodes, shape, f"{name}:1")
+        says = NodeSays(launcher, name, number, self.nodes, shape, f"{name}:1", **hardware)
         host = Host(name, number, self.nodes, says)
         self.hosts.append(host)
         return host
@@ -147,6 +147,9 @@ class World:
     def is_whole(self, run: str) -> bool:
         return sum(host.ranks_run and host.says.run == run for host in self.hosts) == self.nodes
 
+    def rows(self) -> list[tuple[int, str, str, str]]:
+        return [(x.node, x.host, x.state, x.why) for x in self.table.rows(self.now)]
+
     def all_run(self) -> bool:
         return any(self.is_whole(host.says.run) for host in self.hosts if host.ranks_run)
 
@@ -237,12 +240,123 @@ def test_a_number_given_twice_is_said_and_starts_nothing_twice():
     assert len(waiting) == 1 and "is node 1" in waiting[0].knows[2]
 
 
-def test_a_host_that_was_started_otherwise_is_named_and_stops_nobody():
+def test_a_number_given_twice_is_said_before_the_start_too():
+    world = World(5, nodes=3, spares=0)
+    world.hosts.pop()
+    other = world.add("other", 1)
+    world.play(5)
+    assert other.knows[2] == "host-1 is node 1 too: this host stands by"
+    assert not world.started
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["2 nodes of 4 ranks, fabric 0.1", "3 nodes of 2 ranks, fabric 0.1", "2 nodes of 2 ranks, fabric 0.2"],
+)
+@pytest.mark.parametrize("number", [0, SPARE])
+def test_a_host_with_other_ranks_nodes_or_release_is_named_and_stops_nobody(shape, number):
     world = World(6, nodes=2, spares=0)
-    stranger = world.add("stranger", 0, shape="nodes of 4 ranks")
+    world.hosts.clear()
+    for node in (0, 1):
+        world.add(f"host-{node}", node, shape="2 nodes of 2 ranks, fabric 0.1")
+    stranger = world.add("stranger", number, shape=shape)
     world.until_all_run(2)
     world.play(5)
-    assert "stranger with nodes of 4 ranks" in stranger.knows[2] and not stranger.ranks_run
+    said = (
+        f"host-0 was started with 2 nodes of 2 ranks, fabric 0.1, and stranger with {shape}: start both alike"
+    )
+    assert stranger.knows[2] == said and not stranger.ranks_run
+
+
+GOOD = {"device": "H100", "devices": 8, "device_gb": 79.6, "memory_gb": 2015.0}
+GOOD_WORDS = "8 x H100 of 80 GB and 2015 GB of memory"
+
+
+@pytest.mark.parametrize(
+    ("unlike", "words"),
+    [
+        ({"device": "A100"}, "8 x A100 of 80 GB and 2015 GB of memory"),
+        ({"devices": 7}, "7 x H100 of 80 GB and 2015 GB of memory"),
+        ({"device_gb": 40.0}, "8 x H100 of 40 GB and 2015 GB of memory"),
+        ({"memory_gb": 1000.0}, "8 x H100 of 80 GB and 1000 GB of memory"),
+        ({"device": "", "devices": 0, "device_gb": 0.0}, "no GPU and 2015 GB of memory"),
+    ],
+)
+def test_a_spare_host_that_is_worse_than_the_lost_one_is_refused_with_its_name(unlike, words):
+    world = World(8, nodes=2, spares=0)
+    world.hosts.clear()
+    for node in (0, 1):
+        world.add(f"host-{node}", node, **GOOD)
+    worse = world.add("worse", SPARE, **{**GOOD, **unlike})
+    world.until_all_run(2)
+    world.play(1)
+    assert (
+        worse.knows[2]
+        == f"worse has {words}, and node 0 (host-0) has {GOOD_WORDS}: start a spare host like it"
+    )
+    runs = len(world.heads)
+    world.lose_power(world.hosts[1])
+    world.play(40)
+    assert len(world.heads) == runs
+    assert (
+        worse.knows[2]
+        == f"worse has {words}, and node 1 (host-1) has {GOOD_WORDS}: start a spare host like it"
+    )
+    world.add("like", SPARE, **{**GOOD, "devices": 9, "memory_gb": 1990.0})
+    world.until_all_run(5)
+    newest = max(world.heads, key=lambda run: int(run[4:]))
+    assert world.started[newest, 1].startswith("like")
+
+
+def test_a_spare_host_of_the_lost_ones_rack_is_taken_first():
+    world = World(9, nodes=2, spares=0)
+    world.hosts.clear()
+    for name, number, rack in (("a", 0, "x"), ("b", 1, "y"), ("far", SPARE, "x"), ("near", SPARE, "y")):
+        world.add(name, number, rack=rack)
+    world.until_all_run(2)
+    world.lose_power(world.hosts[1])
+    world.tick()
+    world.until_all_run(60)
+    assert world.rows() == [
+        (0, "a", "member", ""),
+        (1, "near", "member", "in the place of b"),
+        (SPARE, "far", "spare host", f"attempt {world.table.attempt[0]} runs: this host stands by"),
+    ]
+
+
+def test_people_see_which_host_is_missing_and_who_waits_for_it():
+    world = World(10, nodes=3, spares=0)
+    late = world.hosts.pop()
+    world.play(5)
+    waiting = [(0, "host-0", "waiting", ""), (1, "host-1", "waiting", "")]
+    assert world.rows() == [*waiting, (2, "", "missing", "node 2 has no host yet")]
+    world.hosts.append(late)
+    world.until_all_run(2)
+    assert world.rows() == [(node, f"host-{node}", "member", "") for node in range(3)]
+    world.lead()
+    assert world.rows() == []
+    world.play(1)
+    assert world.rows() == [(node, f"host-{node}", "member", "") for node in range(3)]
+    lost_at = world.now
+    world.lose_power(world.hosts[2])
+    world.play(60)
+    rows = world.table.rows(world.now)
+    assert [(x.host, x.state) for x in rows] == [
+        ("host-0", "waiting"),
+        ("host-1", "waiting"),
+        ("host-2", "missing"),
+    ]
+    assert rows[2].why.startswith("node 2 (host-2) has not been heard for ")
+    assert 0 < world.now - rows[2].for_s - lost_at < 30, "since then it has been missing"
+
+
+def test_a_replica_that_has_finished_shows_no_hosts():
+    world = World(11, nodes=2, spares=0)
+    world.until_all_run(2)
+    for host in world.hosts:
+        world.end(host, 0)
+        world.table.hear(host.says, world.now)
+    assert world.rows() == []
 
 
 def test_a_launcher_that_says_goodbye_is_lost_at_once():

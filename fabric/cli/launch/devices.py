@@ -1,7 +1,8 @@
 """Finds the GPUs of this host that the ranks may use, without torch.
 
-``python -m fabric.cli.launch.devices`` prints the indices of the GPUs that the driver can open. The launcher
-runs it in a process of its own, because a call into the driver may hang where a device has failed.
+``python -m fabric.cli.launch.devices`` prints a line for each GPU that the driver can open: index, memory in
+bytes, and kind. The launcher runs it in a process of its own, because a call into the driver may
+hang where a device has failed.
 """
 
 import ctypes
@@ -22,7 +23,18 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
     CPU. Raises FabricError where the driver does not answer."""
     if not _DRIVER.exists():
         return ()
-    return select_devices(environment.get("CUDA_VISIBLE_DEVICES"), _present())
+    return select_devices(environment.get("CUDA_VISIBLE_DEVICES"), [index for index, _, _ in _present()])
+
+
+def device_kind(environment: Mapping[str, str]) -> tuple[str, int, float]:
+    """Return the kind and the number of the GPUs that ``environment`` leaves visible, and the memory of the
+    smallest one in GB; nothing for the CPU. Raises FabricError where the driver does not answer."""
+    visible = visible_devices(environment)
+    rows = _present() if visible else []
+    seen = [row for row in rows if row[0] in visible] or rows
+    if not seen:
+        return "", 0, 0.0
+    return seen[0][2][:64], len(visible), min(size for _, size, _ in seen) / 1e9
 
 
 def select_devices(listed: str | None, present: Sequence[str]) -> tuple[str, ...]:
@@ -40,7 +52,7 @@ def select_devices(listed: str | None, present: Sequence[str]) -> tuple[str, ...
     return tuple(devices)
 
 
-def _present() -> tuple[str, ...]:
+def _present() -> list[tuple[str, int, str]]:
     command = [sys.executable, "-m", "fabric.cli.launch.devices"]
     try:
         answer = subprocess.run(
@@ -56,24 +68,29 @@ def _present() -> tuple[str, ...]:
             f"the GPU driver of this host does not say which GPUs there are ({error}): look at `nvidia-smi`, "
             "or set CUDA_VISIBLE_DEVICES= for the CPU"
         ) from error
-    return tuple(answer.stdout.decode().split())
+    rows = [line.split(maxsplit=2) for line in answer.stdout.decode().splitlines()]
+    return [(index, int(size), kind) for index, size, kind in rows]
 
 
 def _openable() -> list[str]:
-    """Return the indices of the GPUs that the driver can open, in the order of their PCI addresses."""
+    """Return a line for each GPU that the driver can open, in the order of their PCI addresses."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return []
     count, handle = ctypes.c_uint(), ctypes.c_void_p()
+    sizes, name = (ctypes.c_ulonglong * 3)(), ctypes.create_string_buffer(96)  # total, free and used memory
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return []
-    numbers = [
-        n for n in range(count.value) if not nvml.nvmlDeviceGetHandleByIndex_v2(n, ctypes.byref(handle))
-    ]
+    lines = []
+    for number in range(count.value):
+        if not nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)):
+            nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(sizes))
+            nvml.nvmlDeviceGetName(handle, name, len(name))
+            lines.append(f"{number} {sizes[0]} {name.value.decode(errors='replace') or 'GPU'}")
     nvml.nvmlShutdown()
-    return [str(number) for number in numbers]
+    return lines
 
 
 if __name__ == "__main__":
-    print(" ".join(_openable()))
+    print("\n".join(_openable()))

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import fabric
 from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, Place, RankOutput, RankProcess
-from fabric.cli.launch.devices import visible_devices
+from fabric.cli.launch.devices import device_kind, visible_devices
 from fabric.cli.launch.node_link import NodeLink
 from fabric.cli.launch.restart_policy import AttemptEnd, DeviceHistory, NextMove, RestartPolicy, choose_layout
 from fabric.errors import ConfigError, FabricError, Unreachable
@@ -350,10 +350,20 @@ class OtherHosts:
     def __init__(self, plan: LaunchPlan, selector: selectors.BaseSelector) -> None:
         chosen = settings({"FABRIC_REPLICA": "spare-node", **plan.environment, "FABRIC_LAYOUT": ""})
         self._host = advertised_host(chosen)
-        self.link = NodeLink(plan.environment)
-        selector.register(self.link.descriptor, selectors.EVENT_READ, self.link)
+        self.link = NodeLink(plan.environment, selector)
+        kind, count, device_gb = device_kind(plan.environment)
         self.says = NodeSays(
-            uuid.uuid4().hex, self._host, plan.node, plan.nodes, "", "none", rack=chosen.rack
+            uuid.uuid4().hex,
+            self._host,
+            plan.node,
+            plan.nodes,
+            "",
+            "none",
+            rack=chosen.rack,
+            device=kind,
+            devices=count,
+            device_gb=device_gb,
+            memory_gb=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
         )
         self.own_ranks = range(0)
 
@@ -512,7 +522,7 @@ class Launcher:
                 return self._hosts.take_place(order)
             if order.why != reason:
                 reason = order.why
-                log.info("this host waits: %s", reason)
+                log.log(logging.WARNING if order.is_refusal else logging.INFO, "this host waits: %s", reason)
             self._look(None)
         return None
 

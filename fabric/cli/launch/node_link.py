@@ -6,10 +6,13 @@ The launcher must keep one thread and must not wait, so a process of its own car
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import selectors
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -29,58 +32,79 @@ _ANSWER_S = 20.0  # more than a lighthouse holds a request
 _PAUSE_S = 0.5
 _LAST_S = 3.0  # a launcher that ends waits at most this long until the others know
 _MAX_LINE_BYTES = 1 << 20
+# One that dies within the first time starts again after a pause, of the second time at most.
+_HEALTHY_S, _LONGEST_PAUSE_S = 60.0, 30.0
+
+log = logging.getLogger(__name__)
 
 
 class NodeLink:
-    """The launcher's end; ``order`` is the newest order that was ``read`` from ``descriptor``."""
+    """The launcher's end; ``order`` is the newest order, which ``read`` takes when ``selector`` says so."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], selector: selectors.BaseSelector) -> None:
         hidden = (LAUNCH_MARK, "FABRIC_LAYOUT")
-        own = {name: value for name, value in environment.items() if name not in hidden}
+        self._environment = {name: value for name, value in environment.items() if name not in hidden}
+        self._selector = selector
+        self._replica = environment.get("FABRIC_REPLICA", "")
+        self._line = b""  # what the others shall hear now
+        self.order = NodeOrder("wait")
+        self._pause_s = 0.0
+        self._start()
+
+    def _start(self) -> None:
+        """Start the process that carries the words."""
+        self._began = time.monotonic()
         self._process = subprocess.Popen(
-            own_program("fabric.cli.launch.node_link"),
-            env=own,
+            own_program("fabric.cli.launch.node_link", f"{self._pause_s:g}"),
+            env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509  (this process has one thread)
         )
         assert self._process.stdout is not None
-        self.descriptor = self._process.stdout.fileno()
-        os.set_blocking(self.descriptor, False)
         self._pending = b""
-        self._replica = environment.get("FABRIC_REPLICA", "")
-        self.order = NodeOrder("wait")
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._selector.register(self._process.stdout, selectors.EVENT_READ, self)
 
     def say(self, says: NodeSays, replica: str = "") -> None:
         """Replace what the others hear of this host; ``replica``: the one that it belongs to from now on."""
         self.order, self._replica = NodeOrder("wait"), replica or self._replica
+        self._line = json.dumps({"replica": self._replica, "says": asdict(says)}).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
         assert self._process.stdin is not None
-        line = {"replica": self._replica, "says": asdict(says)}
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(line).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # ``read`` learns of the death, and says it again
+            self._process.stdin.write(self._line)
             self._process.stdin.flush()
 
     def read(self) -> None:
-        """Take the orders that have arrived. Raises FabricError if the process that carries them has died."""
+        """Take the orders that have arrived. Where the process that carries them has died, start it again."""
+        assert self._process.stdout is not None
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self.descriptor, _MAX_LINE_BYTES):
+            while data := os.read(self._process.stdout.fileno(), _MAX_LINE_BYTES):
                 *lines, self._pending = (self._pending + data).split(b"\n")
                 for line in lines:
                     self.order = msgspec.json.decode(line, type=NodeOrder)
-            raise FabricError(
-                "the process that speaks with the replica's other hosts has died: start the launcher again"
-            )
+            self.close(0.0)
+            # A process that ends again and again must not take this host's time.
+            is_quick = time.monotonic() - self._began < _HEALTHY_S
+            self._pause_s = min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S) if is_quick else 0.0
+            log.warning("the process that speaks with the replica's other hosts has died: it starts again")
+            self._start()
+            self._write()
 
-    def close(self) -> None:
+    def close(self, wait_s: float = _LAST_S) -> None:
         """Wait a moment until the last words have arrived, and end the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LAST_S)
+            self._process.wait(wait_s)
         self._process.kill()
         self._process.wait()
+        self._selector.unregister(self._process.stdout)
         self._process.stdout.close()
 
 
@@ -130,5 +154,6 @@ async def _ask(lighthouses: Lighthouses, body: dict[str, Any]) -> dict[str, Any]
 
 
 if __name__ == "__main__":
+    time.sleep(float(sys.argv[1]))
     with contextlib.suppress(BrokenPipeError):
         asyncio.run(_carry())

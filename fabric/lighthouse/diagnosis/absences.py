@@ -5,16 +5,17 @@ Status, page, metrics and alerts all read ``absences``, so that they agree.
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
 from fabric.lighthouse.diagnosis.status_text import outside_because
 from fabric.lighthouse.history.recovery import DOWN, LEFT, OUTSIDE, Absence, Recoveries
-from fabric.model import counted
+from fabric.model import counted, first_of
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.leader.liveness import Peer, as_member
+from fabric.protocol.nodes import ReplicaNodes
 
 # The end of a reason such as "its trainer has been stopped for 0.16 s", which was true at the eviction alone.
 _DURATION = re.compile(r" (?:for )?\d+\.\d+ s\b(?: ago)?")
@@ -22,15 +23,23 @@ _NAMED = 8  # the headline names this many replicas and counts the others
 
 
 def absences(
-    core: LeaderCore, recoveries: Recoveries, now: float, addresses: PeerAddresses | None = None
+    core: LeaderCore,
+    recoveries: Recoveries,
+    now: float,
+    addresses: PeerAddresses | None = None,
+    nodes: Mapping[str, ReplicaNodes] = {},
 ) -> list[Absence]:
-    """Return the replicas that a job misses, by name: failed, lost, drained, or never seen."""
+    """Return the replicas that a job misses, by name: failed, lost, drained, or never seen.
+
+    ``nodes`` has the hosts of each replica of several hosts.
+    """
     refused_at = addresses.refused_at if addresses is not None else lambda _: 0.0
+    absent = _without_hosts(core, _absences(core, recoveries, now), nodes, now)
     return [
         replace(x, why=f"{x.why}; a wrong token for this job has come from its address")
         if x.state == DOWN and refused_at(x.replica) > x.since
         else x
-        for x in _absences(core, recoveries, now)
+        for x in absent
     ]
 
 
@@ -89,6 +98,28 @@ def _launched(
             why, last = report.sentence, report.last_line
             absent[name] = Absence(name, DOWN, why, report.at, report.host, False, last)
     return [absent[name] for name in sorted(absent)]
+
+
+def _without_hosts(
+    core: LeaderCore, absent: list[Absence], nodes: Mapping[str, ReplicaNodes], now: float
+) -> list[Absence]:
+    """Say which hosts an absent replica of several hosts lacks; add those that have never attached."""
+    record, by_name = core.state.record, {x.replica: x for x in absent}
+    if not nodes or (record is not None and (record.complete or record.failed)):
+        return absent
+    lacks = record is None or len(record.roster) < core.state.config.policy.start_replicas
+    for name, of_replica in nodes.items():
+        gone = [host for host in of_replica.rows(now) if host.state == "missing"]
+        before = by_name.get(name)
+        if not gone or _living(core, name, now) is not None or not (before or lacks or of_replica.attempt[0]):
+            continue
+        if before is None:
+            before = Absence(name, DOWN, "", time.time() - max(host.for_s for host in gone), "", False)
+        which = first_of([host.why for host in gone])
+        why = "; ".join(filter(None, (before.why, f"it waits for a host: {which}")))
+        hosts = first_of([host.host for host in gone if host.host])
+        by_name[name] = replace(before, why=why, host=hosts or before.host)
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def _outside(core: LeaderCore, name: str, why: str, since: float, host: str, now: float) -> Absence:

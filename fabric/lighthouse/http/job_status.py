@@ -201,6 +201,7 @@ def _rows(job: Job) -> dict[str, Iterator[dict[str, Any]]]:
     outside = [p for n, p in peers if not (record and record.lists(n, p.incarnation))]
     return {
         "members": (_member_view(core, member, now) for member in (record.roster if record else ())),
+        "nodes": ({**to_builtins(host), "since": round(time.time() - host.for_s, 1)} for host in job.hosts()),
         "joiners": (_joiner_view(core, peer, now) for peer in outside if peer.connected),
         "checkpoint_servers": (
             {"replica": name, "rank": rank, "incarnation": status.incarnation, **_status_view(status, now)}

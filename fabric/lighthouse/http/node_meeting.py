@@ -30,12 +30,12 @@ _EXAMPLE = '{"replica": "r0", "says": {"id": "...", "host": "node-7", "number": 
 class Meeting:
     """The launchers of one replica, and the requests that wait for their next order."""
 
-    def __init__(self, note: Callable[[ReplicaNodes], None]) -> None:
+    def __init__(self, note: Callable[[ReplicaNodes], None], on_end: Callable[[], None]) -> None:
         self.nodes = ReplicaNodes(lambda: uuid.uuid4().hex)
-        self._note = note
+        self._note, self._on_end = note, on_end
         self._stage = self.nodes.stage
         self.changed = asyncio.Event()
-        self.is_over = False  # the term of its lighthouse has ended
+        self.is_over = False  # no launcher is left, or the term of its lighthouse has ended
         self._timer: asyncio.TimerHandle | None = None
 
     def look(self) -> None:
@@ -47,6 +47,8 @@ class Meeting:
             self._note(self.nodes)
         if self._timer is None and self.nodes.launchers:
             self._timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+        elif not self.nodes.launchers:
+            self._on_end()
 
     def _sweep(self) -> None:
         self._timer = None
@@ -72,7 +74,8 @@ class NodeMeetings:
             knows = msgspec.convert(body.get("knows"), tuple[str, str, str] | None)
         except msgspec.ValidationError as error:
             raise ProtocolError(f'"says" or "knows" cannot be used ({error}): send {_EXAMPLE}') from error
-        if not (says.host + says.shape + says.address + says.gone).isprintable():
+        words = (says.host, says.shape, says.address, says.gone, says.rack, says.device)
+        if not "".join(words).isprintable():
             raise ProtocolError('"says" has characters that cannot be printed')
         if replica or says.number != SPARE:
             meetings = {replica: self._find(job, check_name("replica", replica))}
@@ -118,7 +121,8 @@ class NodeMeetings:
         orders = [replace(x.nodes.order(says.id, now), replica=name) for name, x in meetings.items()]
         waits = NodeOrder("wait", "this host stands by as a spare host")
         return next(
-            (order for order in orders if order.do != "wait"), orders[0] if len(orders) == 1 else waits
+            (order for order in orders if order.do != "wait"),
+            next((order for order in orders if order.is_refusal or len(orders) == 1), waits),
         )
 
     def _find_term(self) -> None:
@@ -135,13 +139,21 @@ class NodeMeetings:
             self._meetings = {key: x for key, x in self._meetings.items() if x.nodes.launchers}
             if len(self._meetings) >= _MAX_REPLICAS:
                 raise Refused(f"the hosts of {_MAX_REPLICAS} replicas meet here: end one before {replica}")
-            meeting = Meeting(lambda nodes: self._note(job, replica, nodes))
+            meeting = Meeting(lambda nodes: self._note(job, replica, nodes), lambda: self._end(job, replica))
             self._meetings[job, replica] = meeting
+        # The hosts of a job that has not begun may all wait for one that never comes.
+        self._jobs().find_or_make(job).connections.launchers[replica] = meeting.nodes
         return meeting
+
+    def _end(self, job: str, replica: str) -> None:
+        """Forget the hosts of a replica whose launchers have all left."""
+        shell = self._jobs().by_name.get(job)
+        if shell is not None and shell.connections.launchers.pop(replica, None) is not None:
+            self._jobs().release(shell)
 
     def _note(self, job: str, replica: str, nodes: ReplicaNodes) -> None:
         """Record in the job's events that an attempt begins, or why it fails."""
-        number, hosts, launchers = nodes.attempt
+        number, words, launchers = nodes.attempt
         for (of_job, other), meeting in self._meetings.items():
             if of_job == job and other != replica:
                 for launcher in launchers:
@@ -150,5 +162,6 @@ class NodeMeetings:
         _, why, is_over = nodes.stage
         if job_shell is None or is_over:
             return
-        where = ", ".join(f"node {node} on {host}" for node, host in sorted(hosts.items())[:8])
-        job_shell.note("nodes fail" if why else "nodes start", replica, why or f"attempt {number}: {where}")
+        changed = [text for node, text in words.items() if node < 8 or " in the place of " in text]
+        text = why or f"attempt {number}: {', '.join(changed[:16])}"
+        job_shell.note("nodes fail" if why else "nodes start", replica, text)

@@ -54,6 +54,7 @@ from fabric.protocol.leader.core import MANY, LeaderCore
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.nodes import SPARE, HostRow, ReplicaNodes
 from fabric.runtime.driver import Driver
 from fabric.runtime.logs import fields
 
@@ -73,13 +74,14 @@ class JobConnections:
         # Statuses are kept by connection, because a second process with this replica and rank, which the core
         # refuses, has a checkpoint server, too.
         self.servers: dict[MemberConnection, dict[tuple[str, int], HeardStatus]] = {}
+        self.launchers: dict[str, ReplicaNodes] = {}  # of each replica of several hosts
         self.pacer = SendPacer()
         self._frames = FrameCache()
         self._opening: MemberConnection | None = None
 
     @property
     def are_none(self) -> bool:
-        return not (self.sessions or self.servers)
+        return not (self.sessions or self.servers or self.launchers)
 
     # --- sessions --------------------------------------------------------------------------------------
 
@@ -389,23 +391,39 @@ class Job:
 
     def absences(self) -> list[Absence]:
         """Return the replicas that the job misses now."""
-        return absences(self.core, self.history.recoveries, self.now, self.peer_addresses)
+        return absences(
+            self.core, self.history.recoveries, self.now, self.peer_addresses, self.connections.launchers
+        )
+
+    def hosts(self) -> list[HostRow]:
+        """Describe the hosts of replicas of several hosts, and each host that stands by once."""
+        rows = {
+            (host.id, name if host.node != SPARE else SPARE, host.node): replace(host, replica=name)
+            for name, nodes in sorted(self.connections.launchers.items())
+            for host in nodes.rows(self.now)
+        }
+        return list(rows.values())
 
     def _troubles(self) -> list[ReplicaTrouble]:
-        """Return the troubles of the job's members, each with its host."""
+        """Return the missing hosts, and the troubles of members."""
         record, slow, servers = self.core.state.record, self.slowness.slow, self.servers
-        if record is None or record.complete or self.history.left_by:
+        if record is not None and (record.complete or self.history.left_by):
             return []
         kinds = {
             "slow": {name: f"its {slowdown.scope}" for name, slowdown in slow.items()},
             "server silent": dict.fromkeys(sorted(servers.silent), "its trainer runs"),
             "durable failed": servers.failing,
         }
-        return [
+        missing = [
+            ReplicaTrouble(host.replica, "host missing", host.host, host.why)
+            for host in self.hosts()
+            if host.state == "missing"
+        ]
+        return missing + [
             ReplicaTrouble(name, kind, host_of(member), why)
             for kind, reasons in kinds.items()
             for name, why in reasons.items()
-            if (member := record.member(name)) is not None
+            if record is not None and (member := record.member(name)) is not None
         ]
 
     def look_at_ledger(self) -> GoodputLedger:

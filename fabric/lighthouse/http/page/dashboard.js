@@ -188,8 +188,28 @@ function showJob(job) {
   const shown = new Set(rows.map(([entry]) => entry.replica));
   rows.push(...job.absent.filter((a) => !shown.has(a.replica)).map((a) => [{ replica: a.replica, host: a.host,
     phase: "", connected: true, verdict: [a.why, `since ${clock(a.since)}`].filter(Boolean).join(", ") }, a.state]));
-  showRows(rows, penalised, job.complete);
+  showRows(withHosts(rows, job.nodes), penalised, job.complete);
   noteSteps(rows.map(([entry]) => entry), job.epoch);
+}
+
+// The hosts of a replica of several hosts stand below it; of very many those that are no members.
+function withHosts(rows, hosts) {
+  const below = new Map();
+  for (const host of hosts) {
+    if (hosts.length > 20 && host.state === "member") continue;
+    const replica = host.node < 0 ? "" : host.replica;
+    const fine = host.state === "member" || host.state === "spare host";
+    const verdict = fine && !host.why ? "alive" : [host.why, `since ${clock(host.since)}`].filter(Boolean).join(", ");
+    const entry = { replica: replica && `${replica} node ${host.node}`, host: host.host + (host.rack && ` (rack ${host.rack})`),
+      phase: "", connected: true, verdict, fine, ofHost: host.id };
+    below.set(replica, [...(below.get(replica) || []), [entry, host.state]]);
+  }
+  const placed = rows.flatMap((row) => {
+    const own = below.get(row[0].replica) || [];
+    below.delete(row[0].replica);
+    return [row, ...own];
+  });
+  return [...placed, ...[...below.values()].flat()];
 }
 
 // What failed too often and may not be here: hosts too.
@@ -234,7 +254,7 @@ function placeRows(body, rows, entries, columns, fill) {
 function showRows(rows, penalised, over) {
   const entries = rows.map((row) => {
     const isOutside = row[1] === "outside" || row[1] === "spare";
-    return [`${isOutside ? "outside" : "member"} ${row[0].replica}`, row];
+    return [`${isOutside ? "outside" : "member"} ${row[0].replica} ${row[0].ofHost || ""}`, row];
   });
   placeRows($("members"), state.rows, entries, COLUMNS, (tr, [entry, role]) => fillRow(tr, entry, role, penalised, over));
   const troubled = rows.filter(([entry, role]) => role !== "spare" && !isFine(entry)).map(([entry]) => entry.replica);
@@ -252,7 +272,7 @@ function emptyRow(columns) {
   return tr;
 }
 
-const isFine = (entry) => entry.connected && (entry.verdict === "alive" || entry.verdict === "finished");
+const isFine = (entry) => entry.connected && (entry.fine || entry.verdict === "alive" || entry.verdict === "finished");
 
 function fillRow(tr, entry, role, penalised, over) {
   const trainer = entry.trainer_status ? entry.trainer_status.trainer : "";
@@ -262,7 +282,7 @@ function fillRow(tr, entry, role, penalised, over) {
     [entry.verdict, isFine(entry) || over ? "good" : "warn"]];
   values.forEach(([text, className], index) => say(tr.cells[index], text, className));
   const outside = role === "outside" || role === "spare";
-  const actions = over || role === "down" || role === "left" ? [] : !outside ? ["drain", "evict"] : penalised.has(entry.replica) ? ["admit", "drain"] : ["drain"];
+  const actions = over || "fine" in entry || role === "down" || role === "left" ? [] : !outside ? ["drain", "evict"] : penalised.has(entry.replica) ? ["admit", "drain"] : ["drain"];
   placeActions(tr, actions, entry.replica);
 }
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from fabric.cli.lighthouse_options import lighthouse_only_options, lighthouses_of
 from fabric.cli.terminal_text import plain_console
 from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
-from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, SlowReplicas, preset
+from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, preset
 from fabric.plan.failures import FailureModel, phases_of, read_trace
 from fabric.plan.report import report
 
@@ -77,16 +77,6 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--shape", type=float, help="Shape of Weibull arrivals."),
             click.option("--rack-replicas", type=int, help="Replicas in one rack, for --arrivals racks."),
             click.option("--rack-share", type=float, help="Part of the failures that take a whole rack."),
-            click.option(
-                "--slow-every",
-                "slow_every_s",
-                type=float,
-                help="Mean seconds between episodes in which a replica is slow.",
-            ),
-            click.option(
-                "--slow", "slow_length_s", type=float, help="Mean seconds that such an episode lasts."
-            ),
-            click.option("--slow-factor", type=float, help="How many times longer it computes then."),
         )
     ):
         command = option(command)
@@ -120,7 +110,6 @@ def _plan(options: dict[str, Any]) -> None:
     measured, source = _from_job(job, options) if job else ({}, "given")
     described = {name: options[name] for name in _DESCRIPTION if options[name] is not None}
     described |= {"racks": RackFailures(**_given(options, "rack_"))}
-    described |= {"slow": SlowReplicas(**_given(options, "slow_"))}
     cluster, failures = _cluster(
         options["preset_name"], options["trace_file"], {**measured, **described}, source
     )

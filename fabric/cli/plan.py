@@ -16,27 +16,32 @@ from rich.table import Table
 from fabric.cli.lighthouse_options import lighthouse_only_options, lighthouses_of
 from fabric.cli.terminal_text import plain_console
 from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
-from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, SlowReplicas, preset
+from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, preset
 from fabric.plan.failures import FailureModel, phases_of, read_trace
 from fabric.plan.report import report
 
-# The options that describe the cluster, by the names of its fields.
-_DESCRIPTION = (
-    "gpus",
-    "replica_gpus",
-    "mtbf_s",
-    "step_s",
-    "exchange_s",
-    "restart_s",
-    "repair_median_s",
-    "save_s",
-    "state_bytes",
-    "link_bytes_s",
-    "micro_batches",
-    "steps",
-    "arrivals",
-    "shape",
-)
+# The options that describe the cluster, by the fields of Cluster. Each overrides the preset's value.
+_DESCRIPTION: dict[str, tuple[str, type, str]] = {
+    "gpus": ("--gpus", int, "How many GPUs there are."),
+    "replica_gpus": ("--replica-gpus", int, "How many GPUs make one replica."),
+    "mtbf_s": ("--mtbf", float, "Mean seconds between failures of the whole system."),
+    "step_s": ("--step", float, "Seconds of an optimizer step without failures."),
+    "exchange_s": ("--exchange", float, "Seconds of it that the all-reduce takes."),
+    "restart_s": ("--restart", float, "Seconds of a restart."),
+    "repair_median_s": ("--repair", float, "Median seconds that a machine is away."),
+    "save_s": ("--save", float, "Seconds that everybody waits for a checkpoint."),
+    "state_bytes": ("--state-bytes", float, "Size of one replica's state."),
+    "link_bytes_s": ("--link", float, "Bytes per second between two replicas."),
+    "micro_batches": ("--micro-batches", int, "Micro-batches per replica and step."),
+    "steps": ("--steps", int, "Steps to simulate."),
+    "arrivals": ("--arrivals", str, f"When failures come: {', '.join(ARRIVALS)}."),
+    "shape": ("--shape", float, "Shape of Weibull arrivals."),
+}
+# The options of the cluster's racks, by the fields of RackFailures.
+_RACKS: dict[str, tuple[str, type, str]] = {
+    "replicas": ("--rack-replicas", int, "Replicas in one rack, for --arrivals racks."),
+    "share": ("--rack-share", float, "Part of the failures that take a whole rack."),
+}
 
 
 def _refuse(sentence: object) -> NoReturn:
@@ -45,52 +50,12 @@ def _refuse(sentence: object) -> NoReturn:
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the cluster's options; each overrides the preset's value."""
-    for option in reversed(
-        (
-            click.option(
-                "--preset", "preset_name", default="", help=f"A published cluster: {', '.join(PRESETS)}."
-            ),
-            click.option("--gpus", type=int, help="How many GPUs there are."),
-            click.option("--replica-gpus", type=int, help="How many GPUs make one replica."),
-            click.option(
-                "--mtbf", "mtbf_s", type=float, help="Mean seconds between failures of the whole system."
-            ),
-            click.option(
-                "--step", "step_s", type=float, help="Seconds of an optimizer step without failures."
-            ),
-            click.option(
-                "--exchange", "exchange_s", type=float, help="Seconds of it that the all-reduce takes."
-            ),
-            click.option("--restart", "restart_s", type=float, help="Seconds of a restart."),
-            click.option(
-                "--repair", "repair_median_s", type=float, help="Median seconds that a machine is away."
-            ),
-            click.option(
-                "--save", "save_s", type=float, help="Seconds that everybody waits for a checkpoint."
-            ),
-            click.option("--state-bytes", type=float, help="Size of one replica's state."),
-            click.option("--link", "link_bytes_s", type=float, help="Bytes per second between two replicas."),
-            click.option("--micro-batches", type=int, help="Micro-batches per replica and step."),
-            click.option("--steps", type=int, help="Steps to simulate."),
-            click.option("--arrivals", type=str, help=f"When failures come: {', '.join(ARRIVALS)}."),
-            click.option("--shape", type=float, help="Shape of Weibull arrivals."),
-            click.option("--rack-replicas", type=int, help="Replicas in one rack, for --arrivals racks."),
-            click.option("--rack-share", type=float, help="Part of the failures that take a whole rack."),
-            click.option(
-                "--slow-every",
-                "slow_every_s",
-                type=float,
-                help="Mean seconds between episodes in which a replica is slow.",
-            ),
-            click.option(
-                "--slow", "slow_length_s", type=float, help="Mean seconds that such an episode lasts."
-            ),
-            click.option("--slow-factor", type=float, help="How many times longer it computes then."),
-        )
-    ):
-        command = option(command)
-    return command
+    """Add the cluster's options."""
+    named = [*_DESCRIPTION.items(), *((f"rack_{name}", row) for name, row in _RACKS.items())]
+    for name, (option, kind, text) in reversed(named):
+        command = click.option(option, name, type=kind, help=text)(command)
+    presets = f"A published cluster: {', '.join(PRESETS)}."
+    return click.option("--preset", "preset_name", default="", help=presets)(command)
 
 
 @click.group(invoke_without_command=True)
@@ -119,8 +84,8 @@ def _plan(options: dict[str, Any]) -> None:
     job = options["from_job"]
     measured, source = _from_job(job, options) if job else ({}, "given")
     described = {name: options[name] for name in _DESCRIPTION if options[name] is not None}
-    described |= {"racks": RackFailures(**_given(options, "rack_"))}
-    described |= {"slow": SlowReplicas(**_given(options, "slow_"))}
+    racks = {name: value for name in _RACKS if (value := options[f"rack_{name}"]) is not None}
+    described["racks"] = RackFailures(**racks)
     cluster, failures = _cluster(
         options["preset_name"], options["trace_file"], {**measured, **described}, source
     )
@@ -143,15 +108,6 @@ def _plan(options: dict[str, Any]) -> None:
     _print(cluster, outcomes, as_json)
     if page is not None and not as_json:
         click.echo(f"written: {page}")
-
-
-def _given(options: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the given options whose names begin with ``prefix``, with the prefix removed."""
-    return {
-        name.removeprefix(prefix): value
-        for name, value in options.items()
-        if name.startswith(prefix) and value is not None
-    }
 
 
 def _from_job(job: str, options: dict[str, Any]) -> tuple[dict[str, float], str]:

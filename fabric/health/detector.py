@@ -336,7 +336,7 @@ class _Replica:
     @property
     def relative_time(self) -> float | None:
         """The relative time now. The older samples of a slowed replica show its speed before."""
-        return _newest(self.relative, RECENT if self.unit.is_slow else SPEED_SAMPLES, RECENT)
+        return newest_median(self.relative, RECENT if self.unit.is_slow else SPEED_SAMPLES, RECENT)
 
     def settle(self) -> None:
         """Take the newest relative time, if the replica is slow."""
@@ -435,14 +435,15 @@ class JobDetector:
         speeds = {x.replica: x for x in self.speeds() if x.replica not in failed}
         replicas = [self._replicas[name] for name in speeds]
         until = self._same_step(replicas)
-        newest = {Unit(x.replica): _newest(x.ratios, RECENT, RECENT // 2 + 1, until) for x in replicas}
+        newest = {Unit(x.replica): newest_median(x.ratios, RECENT, RECENT // 2 + 1, until) for x in replicas}
         ratios = {unit: ratio for unit, ratio in newest.items() if ratio is not None}
         changed = [x for x in localise(ratios) if self._is_alarmed(x, speeds)]
         if any(slowdown.scope is Scope.JOB for slowdown in changed):
             return changed
         accused = {slowdown.replica for slowdown in changed}
         changed += [x for x in self._since_they_came(replicas, until) if x.replica not in accused]
-        return [x for x in changed if self._cost_s(speeds[x.replica], x.factor) >= self._floor_s]
+        # The slowness makes the newest step of the replica longer by these seconds.
+        return [x for x in changed if speeds[x.replica].seconds * (1 - 1 / x.factor) >= self._floor_s]
 
     @staticmethod
     def _same_step(replicas: Sequence[_Replica]) -> int:
@@ -460,14 +461,11 @@ class JobDetector:
         return speeds[slowdown.replica].is_slow
 
     @staticmethod
-    def _cost_s(speed: ReplicaSpeed, factor: float) -> float:
-        """The seconds by which the slowness makes the replica's newest step longer."""
-        return speed.seconds * (1.0 - 1.0 / factor)
-
-    @staticmethod
     def _since_they_came(replicas: Sequence[_Replica], until: int) -> list[Slowdown]:
         """Compare replicas: the model of one that was slow from its first step has learnt slow times."""
-        samples = {x.replica: _newest(x.relative, SPEED_SAMPLES, SPEED_SAMPLES, until) for x in replicas}
+        samples = {
+            x.replica: newest_median(x.relative, SPEED_SAMPLES, SPEED_SAMPLES, until) for x in replicas
+        }
         relative = {replica: value for replica, value in samples.items() if value is not None}
         slowdowns = []
         usual = median(list(relative.values())) if relative else 1.0
@@ -485,7 +483,7 @@ class JobDetector:
         return slowdowns
 
 
-def _newest(
+def newest_median(
     values: Sequence[tuple[int, float]], samples: int, at_least: int, until: int | None = None
 ) -> float | None:
     """The median of the newest ``samples`` values up to step ``until``; None with fewer than ``at_least``."""

@@ -5,7 +5,7 @@ together accuse the link: the bytes also stay under way while the receiver is la
 waits while the sender is late. A link that was slow in the warm-up is not seen.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from itertools import islice
@@ -13,18 +13,10 @@ from itertools import islice
 from fabric.health.detector import UnitDetector
 from fabric.health.localise import MANY, MAX_SUSPECTS, Slowdown, Unit, localise
 from fabric.health.work import WorkAmount
-from fabric.model import ReplicaProcess
+from fabric.model import ReplicaProcess, StepTimes
 
 FLOOR_S = 0.02  # added to every time, so that differences well below it do not count
 _ONE = WorkAmount(1.0)  # each step brings the same bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PeerTimes:
-    """One member's waits in one step, by peer, in seconds."""
-
-    sending_s: Mapping[str, float]  # time for which bytes to the peer were under way
-    waiting_s: Mapping[str, float]  # time for which the member waited for the peer
 
 
 @dataclass(slots=True)
@@ -37,24 +29,13 @@ class _Link:
     steps: int = 0  # steps that were observed
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedLink:
-    """One watched link, for people."""
-
-    sender: str
-    receiver: str
-    late_s: float  # seconds for which bytes were late on it in the newest step
-    usual_s: float
-    steps: int  # steps that were observed
-
-
 @dataclass(slots=True)
 class LinkDetector:
     """Watches the link from each member of a ring to the next member."""
 
     _next: dict[str, tuple[ReplicaProcess, ReplicaProcess]] = field(default_factory=dict)  # by sender
     _links: dict[tuple[ReplicaProcess, ReplicaProcess], _Link] = field(default_factory=dict)
-    _newest: dict[str, PeerTimes] = field(default_factory=dict)
+    _newest: dict[str, StepTimes] = field(default_factory=dict)
 
     def keep(self, ring: Sequence[ReplicaProcess]) -> None:
         """Watch the links of this ring; forget those of other processes."""
@@ -65,7 +46,7 @@ class LinkDetector:
         }
         self._newest = {name: times for name, times in self._newest.items() if name in self._next}
 
-    def observe(self, replica: str, times: PeerTimes) -> None:
+    def observe(self, replica: str, times: StepTimes) -> None:
         """Take one member's report of a step; the other end of its link reports about the same step."""
         self._newest[replica] = times
         ends = self._next.get(replica)
@@ -82,10 +63,16 @@ class LinkDetector:
         link.usual_s = max(0.0, predicted_s - FLOOR_S) if predicted_s is not None else 0.0
         link.detector.observe([(_ONE, FLOOR_S + link.newest_s)])
 
-    def states(self, most: int) -> list[WatchedLink]:
-        """The first ``most`` of the watched links."""
+    def states(self, most: int) -> list[dict[str, str | float]]:
+        """The first ``most`` links, for people: how long bytes were late in the newest step, and usually."""
         return [
-            WatchedLink(a.replica, b.replica, link.newest_s, link.usual_s, link.steps)
+            {
+                "from": a.replica,
+                "to": b.replica,
+                "late_s": round(link.newest_s, 6),
+                "usual_s": round(link.usual_s, 6),
+                "steps": link.steps,
+            }
             for (a, b), link in islice(self._links.items(), most)
         ]
 

@@ -161,10 +161,3 @@ def _slow_links(links: LinkRatios, failed: Collection[str]) -> list[Slowdown]:
             evidence = f"{place} takes {factor:.2f} times as long as the others, and no unit computes slowly"
             slowdowns.append(Slowdown(Scope.LINK, ends, factor, evidence))
     return sorted(slowdowns, key=lambda slowdown: -slowdown.factor)
-
-
-def is_confirmed(seconds: float, reference_s: float) -> bool:
-    """Whether a suspect's micro-benchmark is slow against the reference; an impossible time confirms
-    nothing."""
-    is_measured = all(math.isfinite(x) and x > 0 for x in (seconds, reference_s))
-    return is_measured and seconds > SLOW * reference_s

@@ -112,7 +112,6 @@ class StageLayout:
 class ModelCut:
     """The layouts into which the script of the slow replica can cut the model."""
 
-    layers: int
     sizes: tuple[int, ...] = ()  # other numbers of ranks that a replica of one stage may have
     can_repartition: bool = False  # whether the script can build other splits of the layers
 
@@ -258,7 +257,7 @@ class _Planner:
         per_rank = [speed / len(group) for speed, group in zip(speeds, layout.groups, strict=True)]
         if not self._cut.can_repartition or len(speeds) == 1 or _is_even(per_rank):
             return None
-        target = replace(layout, layers=cut_layers(self._cut.layers, speeds))
+        target = replace(layout, layers=cut_layers(sum(layout.layers), speeds))
         slowest = min(range(len(speeds)), key=lambda stage: speeds[stage])
         before, after = ("+".join(map(str, x.layers)) for x in (layout, target))
         reason = (

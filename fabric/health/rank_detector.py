@@ -2,18 +2,29 @@
 
 The ranks of a replica wait for each other, so all of them take as long as the slowest. Only their times
 without these waits tell them apart. Where a wait cannot be measured (on a CUDA device), all ranks of a slow
-replica look slow, and the replica stays the accused.
+replica look slow, and the replica stays the accused. The work per report grows with the ranks of one replica,
+so a job of many ranks is not watched by rank.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import median
 
-from fabric.health.detector import FIRST_STEPS, MOST_MODELS, RECENT, SPEED_SAMPLES, UnitDetector, usual_time
+from fabric.health.detector import (
+    FIRST_STEPS,
+    MOST_MODELS,
+    RECENT,
+    SPEED_SAMPLES,
+    ReplicaSpeed,
+    UnitDetector,
+    newest_median,
+    usual_time,
+)
 from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
 from fabric.health.work import WorkAmount, is_time
+from fabric.model import Member, RankTimes
 
 KEPT_STEPS = 30  # newest steps whose times are kept for each rank
 # A rank explains a slow replica if its own extra time is at least this share of the replica's extra time.
@@ -21,14 +32,14 @@ EXPLAINS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class RankSample:
-    """One rank's part of one step."""
+class RankReport:
+    """The times of all ranks of one replica in one step."""
 
-    unit: Unit
-    number: int  # rank within the replica
-    work: WorkAmount
-    seconds: float  # seconds of computing, without waits
-    waited_s: float
+    replica: str
+    incarnation: int
+    step: int
+    work: WorkAmount  # work of rank 0
+    ranks: Sequence[RankTimes]
 
 
 @dataclass(slots=True)
@@ -39,22 +50,15 @@ class RankHistory:
     detector: UnitDetector
     seconds: float = 0.0  # of the newest step
     predicted_s: float | None = None
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # observed over predicted
     waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     # By step, the rank's time over the median of the times that the models of its equals predict.
     relative: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
 
     @property
-    def ratio(self) -> float | None:
-        """The observed time over the predicted time, now; None without enough samples."""
-        return median(self.ratios) if len(self.ratios) > RECENT // 2 else None
-
-    @property
     def speed(self) -> float | None:
         """The speed over several steps, relative to the equals' speed; None without enough samples."""
-        samples = RECENT if self.detector.is_slow else SPEED_SAMPLES
-        newest = [time for _, time in self.relative][-samples:]
-        return 1.0 / median(newest) if len(newest) >= RECENT else None
+        time = newest_median(self.relative, RECENT if self.detector.is_slow else SPEED_SAMPLES, RECENT)
+        return None if time is None else 1.0 / time
 
 
 class _RankedReplica:
@@ -75,19 +79,33 @@ class _RankedReplica:
 
 
 class RankDetector:
-    """Watches the ranks of a job's replicas, each rank as one unit."""
+    """Watches at most ``most`` ranks of a job, each as one unit; a job of more is compared by replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._sizes: dict[str, int] = {}  # ranks of the watched replicas
         self._replicas: dict[str, _RankedReplica] = {}
         self._by_stage: dict[int, dict[Unit, RankHistory]] = {}
 
-    def observe(self, incarnation: int, step: int, samples: Sequence[RankSample], is_well: bool) -> None:
-        """Take the ranks of one replica's step. ``is_well``: whether the replica is not slow at present."""
-        name = samples[0].unit.replica
-        watched = self._replicas.get(name)
-        if watched is None or watched.incarnation != incarnation:
+    def keep(self, roster: Sequence[Member]) -> None:
+        """Forget replicas outside ``roster``, and all where the roster has too many ranks."""
+        sizes = {member.replica: 1 + len(member.ranks) for member in roster}
+        self._sizes = sizes if sum(sizes.values()) <= self._most else {}
+        for name in set(self._replicas) - set(self._sizes):
             self._forget(name)
-            watched = self._replicas[name] = _RankedReplica(incarnation)
+
+    def observe(self, report: RankReport, is_well: bool) -> None:
+        """Take the ranks of one replica's step. ``is_well``: whether the replica is not slow at present.
+
+        Impossible times and work do not count, and no report with another number of ranks than expected.
+        """
+        name, step = report.replica, report.step
+        if self._sizes.get(name) != len(report.ranks):
+            return
+        watched = self._replicas.get(name)
+        if watched is None or watched.incarnation != report.incarnation:
+            self._forget(name)
+            watched = self._replicas[name] = _RankedReplica(report.incarnation)
         if step == watched.step:
             return
         if step < watched.step:  # the job begins from an older state
@@ -97,48 +115,75 @@ class RankDetector:
         if watched.skip > 0:
             watched.skip -= 1
             return
-        for sample in samples:
-            if sample.work.is_valid and is_time(sample.seconds):
-                self._take(watched, step, sample)
+        places: dict[int, int] = {}
+        for number, times in enumerate(report.ranks):
+            place = places[times.stage] = places.get(times.stage, -1) + 1
+            work = replace(report.work, tokens=times.tokens, squares=times.squares)
+            if work.is_valid and is_time(times.compute_s):
+                unit = Unit(name, times.stage, place)
+                if unit not in watched.ranks:
+                    watched.ranks[unit] = RankHistory(number, UnitDetector())
+                    self._by_stage.setdefault(unit.stage, {})[unit] = watched.ranks[unit]
+                self._take(watched.ranks[unit], unit.stage, step, times, work)
         if is_well and watched.ranks:
             usual = watched.usual_wait_s
             watched.usual_wait_s = watched.wait_s if usual is None else 0.95 * usual + 0.05 * watched.wait_s
 
-    def _take(self, watched: _RankedReplica, step: int, sample: RankSample) -> None:
-        rank = watched.ranks.get(sample.unit)
-        if rank is None:
-            rank = watched.ranks[sample.unit] = RankHistory(sample.number, UnitDetector())
-            self._by_stage.setdefault(sample.unit.stage, {})[sample.unit] = rank
-        rank.seconds, rank.predicted_s = sample.seconds, rank.detector.predictor.predict(sample.work)
-        rank.waited_s.append(sample.waited_s)
-        if rank.predicted_s is not None:
-            rank.ratios.append(sample.seconds / rank.predicted_s)
-        expected = usual_time((x.detector for x in self._by_stage[sample.unit.stage].values()), sample.work)
+    def _take(self, rank: RankHistory, stage: int, step: int, times: RankTimes, work: WorkAmount) -> None:
+        rank.seconds, rank.predicted_s = times.compute_s, rank.detector.predictor.predict(work)
+        rank.waited_s.append(times.waited_s)
+        expected = usual_time((x.detector for x in self._by_stage[stage].values()), work)
         if expected is not None:
-            rank.relative.append((step, sample.seconds / expected))
-        rank.detector.observe([(sample.work, sample.seconds)])
-
-    def keep(self, members: Collection[str]) -> None:
-        """Forget the replicas that are not in ``members``."""
-        for name in set(self._replicas) - set(members):
-            self._forget(name)
+            rank.relative.append((step, times.compute_s / expected))
+        rank.detector.observe([(work, times.compute_s)])
 
     def _forget(self, name: str) -> None:
         watched = self._replicas.pop(name, None)
         for unit in watched.ranks if watched is not None else ():
             del self._by_stage[unit.stage][unit]
 
-    def histories(self) -> Iterable[tuple[Unit, RankHistory]]:
-        """All ranks with at least one sample."""
-        for name in sorted(self._replicas):
-            yield from self.histories_of(name)
+    # --- what the ranks show ------------------------------------------------------------------------------
 
-    def histories_of(self, replica: str) -> Iterable[tuple[Unit, RankHistory]]:
-        """The ranks of one replica."""
-        watched = self._replicas.get(replica)
-        return sorted(watched.ranks.items()) if watched is not None else []
+    def histories(self, *replicas: str) -> list[tuple[Unit, RankHistory]]:
+        """The ranks with at least one sample, of ``replicas`` or else of all."""
+        names = [x for x in replicas or sorted(self._replicas) if x in self._replicas]
+        return [history for name in names for history in sorted(self._replicas[name].ranks.items())]
 
-    def locate(self, slowdown: Slowdown, extra_s: float) -> Slowdown:
+    def numbers(self, slowdown: Slowdown) -> list[int]:
+        """The slow ranks of the replica; empty where the replica as a whole is slow."""
+        return sorted(rank.number for rank in self._accused(slowdown))
+
+    def speeds_of(self, slowdown: Slowdown) -> dict[int, float]:
+        """Each slow rank's speed relative to its own past; empty where no rank computes slowly."""
+        ranks = self._accused(slowdown) if slowdown.scope is not Scope.LINK else []
+        return {x.number: 1.0 / ratio for x in ranks if (ratio := x.detector.ratio) is not None}
+
+    def _accused(self, slowdown: Slowdown) -> list[RankHistory]:
+        if slowdown.scope not in (Scope.RANK, Scope.STAGE, Scope.LINK):
+            return []
+        histories = dict(self.histories(slowdown.replica))
+        return [histories[unit] for unit in slowdown.units if unit in histories]
+
+    def stages_of(self, replica: str) -> tuple[int, ...]:
+        """The pipeline stage of each rank; empty where the ranks are not watched."""
+        stages = {rank.number: unit.stage for unit, rank in self.histories(replica)}
+        return tuple(stages[number] for number in sorted(stages))
+
+    # --- which part is slow -------------------------------------------------------------------------------
+
+    def locate(self, slowdowns: Sequence[Slowdown], speeds: Sequence[ReplicaSpeed]) -> list[Slowdown]:
+        """The same slowdowns, with the slow rank, stage or link where the ranks' times tell it."""
+        seconds = {x.replica: x.seconds for x in speeds}
+        located = []
+        for slowdown in slowdowns:
+            asked = slowdown
+            if slowdown.scope is Scope.JOB and len(speeds) == 1:
+                asked = replace(slowdown, scope=Scope.REPLICA, units=(Unit(speeds[0].replica),))
+            part = self._part(asked, seconds.get(asked.replica, 0.0) * (1.0 - 1.0 / slowdown.factor))
+            located.append(slowdown if part is asked else replace(part, factor=slowdown.factor))
+        return located
+
+    def _part(self, slowdown: Slowdown, extra_s: float) -> Slowdown:
         """Say which part of the slow replica is slow. ``extra_s``: by how much its newest step is longer.
 
         Return ``slowdown`` itself where the ranks do not tell.
@@ -146,7 +191,7 @@ class RankDetector:
         watched = self._replicas.get(slowdown.replica)
         if watched is None or slowdown.scope is not Scope.REPLICA or len(watched.ranks) < 2:
             return slowdown
-        ratios = {unit: rank.ratio for unit, rank in watched.ranks.items()}
+        ratios = {unit: rank.detector.ratio for unit, rank in watched.ranks.items()}
         if any(ratio is None for ratio in ratios.values()):
             return slowdown
         slow = {
@@ -171,7 +216,7 @@ class RankDetector:
         others: dict[Unit, float] = {}
         for stage in {unit.stage for unit in units}:
             for unit, rank in islice(self._by_stage[stage].items(), MOST_MODELS * len(units)):
-                if unit.replica != replica and (ratio := rank.ratio) is not None:
+                if unit.replica != replica and (ratio := rank.detector.ratio) is not None:
                     others[unit] = ratio
         return others
 

@@ -18,7 +18,7 @@ from fabric.plan.closed_forms import (
 )
 from fabric.plan.cluster import Cluster
 from fabric.plan.engine import FailurePolicy, MaskingCost, SimulatedJob, TimeLedger, simulate
-from fabric.plan.failures import FailSlow, FailureModel
+from fabric.plan.failures import FailureModel
 from fabric.protocol.rules.assignment import spread
 from fabric.protocol.rules.spare import (
     StackedShards,
@@ -345,11 +345,9 @@ def worthwhile_spares(cluster: Cluster) -> int:
     return min(math.ceil(away), max(1, cluster.replicas // 4))
 
 
-def run_seed(
-    option: PolicyOption, failures: FailureModel, seed: int, slow: FailSlow | None = None
-) -> TimeLedger:
+def run_seed(option: PolicyOption, failures: FailureModel, seed: int) -> TimeLedger:
     """One run of one option; at the top of the module, so that a process pool can call it."""
-    return simulate(option.job, option.make(), failures, seed, slow)
+    return simulate(option.job, option.make(), failures, seed)
 
 
 def compare(
@@ -370,18 +368,17 @@ def compare(
         raise ValueError(f"--seeds must be 1 or more, not {seeds}")
     chosen = list(options_for(cluster) if options is None else options)
     process = cluster.failures() if failures is None else failures
-    slow = cluster.slow_episodes()
     runs = [(option, seed) for option in chosen for seed in range(seeds)]
     ledgers: list[TimeLedger] = []
     if workers > 1:
         with process_pool(workers) as pool:
-            pending = [pool.submit(run_seed, option, process, seed, slow) for option, seed in runs]
+            pending = [pool.submit(run_seed, option, process, seed) for option, seed in runs]
             for done, result in enumerate(pending, 1):
                 ledgers.append(result.result())
                 progress(done, len(runs))
     else:
         for done, (option, seed) in enumerate(runs, 1):
-            ledgers.append(run_seed(option, process, seed, slow))
+            ledgers.append(run_seed(option, process, seed))
             progress(done, len(runs))
     outcomes = [
         _outcome(option, ledgers[number * seeds : (number + 1) * seeds])

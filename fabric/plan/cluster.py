@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from fabric.plan.engine import SimulatedJob
-from fabric.plan.failures import FailSlow, FailureModel, Fixed, Lemons, Racks, Repair, WeibullRenewal, weibull
+from fabric.plan.failures import FailureModel, Fixed, Lemons, Racks, Repair, WeibullRenewal, weibull
 
 ARRIVALS = ("poisson", "weibull", "fixed", "lemons", "racks")
 DAY_S = 86400.0
@@ -16,23 +16,6 @@ class RackFailures:
 
     replicas: int = 0  # number of replicas in one rack
     share: float = 0.1  # the share of replicas' failures in which a whole rack fails
-
-
-@dataclass(frozen=True, slots=True)
-class SlowReplicas:
-    """Episodes in which a replica computes slower."""
-
-    every_s: float = 0.0  # mean time between episodes in the whole system; 0: no episodes
-    length_s: float = 600.0  # mean length of an episode
-    factor: float = 1.5  # how many times longer the replica computes during an episode
-
-    def __post_init__(self) -> None:
-        if not (self.every_s >= 0 and math.isfinite(self.every_s)):
-            raise ValueError(f"--slow-every must be zero or more seconds, not {self.every_s:g}")
-        if not (self.length_s > 0 and math.isfinite(self.length_s)):
-            raise ValueError(f"--slow must be a positive number of seconds, not {self.length_s:g}")
-        if not (self.factor >= 1 and math.isfinite(self.factor)):
-            raise ValueError(f"--slow-factor must be 1 or more, not {self.factor:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +42,6 @@ class Cluster:
     arrivals: str = "poisson"
     shape: float = 0.78  # shape parameter of Weibull arrivals
     racks: RackFailures = RackFailures()
-    slow: SlowReplicas = SlowReplicas()
     source: str = "given"
 
     def __post_init__(self) -> None:
@@ -141,11 +123,6 @@ class Cluster:
         if self.arrivals == "racks":
             return Racks(unit_mtbf_s, self.racks.replicas, self.racks.share)
         return WeibullRenewal(unit_mtbf_s, shape=1.0)
-
-    def slow_episodes(self) -> FailSlow | None:
-        """Return the episodes in which a replica computes slower; None where there are none."""
-        slow = self.slow
-        return FailSlow(slow.every_s * self.replicas, slow.length_s, slow.factor) if slow.every_s else None
 
 
 def _spare(groups: int, exchange_s: float) -> Cluster:

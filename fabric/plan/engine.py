@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fabric.plan.failures import FailSlow, FailureModel, Repair, Times, Units
+from fabric.plan.failures import FailureModel, Repair, Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +153,9 @@ def simulate(
     policy: FailurePolicy,
     failures: FailureModel,
     seed: int = 0,
-    slow: FailSlow | None = None,
 ) -> TimeLedger:
     """Simulate ``job`` under ``policy`` to its last step; return the ledger of its time."""
-    return _Run(job, policy, failures, np.random.default_rng(seed), slow).play()
+    return _Run(job, policy, failures, np.random.default_rng(seed)).play()
 
 
 class _Run:
@@ -168,11 +167,9 @@ class _Run:
         policy: FailurePolicy,
         failures: FailureModel,
         rng: np.random.Generator,
-        slow: FailSlow | None,
     ) -> None:
         self._job, self._policy, self._rng = job, policy, rng
         self._clocks = failures.clocks(job.groups, rng)
-        self._slow = slow.episodes(job.groups, rng) if slow is not None else None
         self._alive = np.ones(job.groups, bool)
         self._back_s = np.full(job.groups, math.inf)  # the time when a group that is away may rejoin
         self._spares = [0.0] * job.spares  # a heap of the times at which the spares become free
@@ -255,14 +252,9 @@ class _Run:
         """Seconds until the slowest of ``workers`` (None: all living groups) has computed ``slots``."""
         if slots <= 0:
             return 0.0
-        factors: Times | float = 1.0
-        if self._slow is not None:
-            factors = self._slow.factors(self._now)[self._alive]
         count = int(self._alive.sum()) if workers is None else max(1, workers)
-        if workers is not None and not isinstance(factors, float):
-            factors = factors[:count]
         noise = self._job.jitter * math.sqrt(slots) * self._rng.standard_normal(count)
-        return max(0.0, float((factors * self._job.compute_s * (slots + noise)).max()))
+        return max(0.0, float((self._job.compute_s * (slots + noise)).max()))
 
     # --- failures and returns ------------------------------------------------------------------------
 

@@ -181,47 +181,6 @@ class Repair:
         return self.least_s + self.median_s * np.exp(self.sigma * rng.standard_normal(count))
 
 
-@dataclass(frozen=True, slots=True)
-class FailSlow:
-    """Episodes in which a unit computes ``factor`` times slower.
-
-    ``unit_mtbf_s``: mean time between episodes of one unit. ``duration_s``: mean length, exponential.
-    """
-
-    unit_mtbf_s: float
-    duration_s: float
-    factor: float = 1.5
-
-    def __post_init__(self) -> None:
-        _positive("unit_mtbf_s", self.unit_mtbf_s)
-        _positive("duration_s", self.duration_s)
-        if self.factor < 1:
-            raise ValueError(f"a slow unit computes at least 1 times slower, not {self.factor:g}")
-
-    def episodes(self, units: int, rng: np.random.Generator) -> "SlowEpisodes":
-        """Return the episodes of ``units`` from second 0 on."""
-        return SlowEpisodes(self, units, rng)
-
-
-class SlowEpisodes:
-    """Says which units are slow at a time. Calls must have ascending times."""
-
-    def __init__(self, model: FailSlow, units: int, rng: np.random.Generator) -> None:
-        self._model, self._rng = model, rng
-        self._start = rng.exponential(model.unit_mtbf_s, units)
-        self._end = self._start + rng.exponential(model.duration_s, units)
-
-    def factors(self, at_s: float) -> Times:
-        """Return the factor by which each unit is slower at ``at_s``, shape (units,), 1 where it is
-        healthy."""
-        over = np.flatnonzero(self._end <= at_s)
-        while len(over):
-            self._start[over] = self._end[over] + self._rng.exponential(self._model.unit_mtbf_s, len(over))
-            self._end[over] = self._start[over] + self._rng.exponential(self._model.duration_s, len(over))
-            over = over[self._end[over] <= at_s]
-        return np.where(self._start <= at_s, self._model.factor, 1.0)
-
-
 # --- clocks ------------------------------------------------------------------------------------------
 
 

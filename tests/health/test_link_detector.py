@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fabric.health.link_detector import LinkDetector, PeerTimes
+from fabric.health.link_detector import LinkDetector
 from fabric.health.localise import Scope, Unit
-from fabric.model import ReplicaProcess
+from fabric.model import ReplicaProcess, StepTimes
 
 BEFORE = 80  # steps: the warm-up and some more
 
@@ -32,9 +32,9 @@ class RingTimes:
         for _ in range(steps):
             for i, name in enumerate(self.names):
                 following, previous = self.names[(i + 1) % len(self.names)], self.names[i - 1]
-                own = PeerTimes(
-                    {following: self.rng.uniform(0.001, 0.003) + sending.get(name, 0.0)},
-                    {previous: self.rng.uniform(0.001, 0.003) + waiting.get(name, 0.0)},
+                own = StepTimes(
+                    sending_s={following: self.rng.uniform(0.001, 0.003) + sending.get(name, 0.0)},
+                    waiting_s={previous: self.rng.uniform(0.001, 0.003) + waiting.get(name, 0.0)},
                 )
                 self.detector.observe(name, own)
 
@@ -99,7 +99,7 @@ def test_links_without_sending_times_are_not_watched():
     ring = RingTimes()
     for _ in range(BEFORE):
         for name in ring.names:
-            ring.detector.observe(name, PeerTimes({}, {"r0": 0.4, "r1": 0.4, "r2": 0.4}))
+            ring.detector.observe(name, StepTimes(waiting_s={"r0": 0.4, "r1": 0.4, "r2": 0.4}))
     assert ring.named() == [] and ring.detector.states(9) == []
 
 

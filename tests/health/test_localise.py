@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fabric.health.localise import Scope, Unit, is_confirmed, localise
+from fabric.health.localise import Scope, Unit, localise
 
 
 def job(replicas=2, stages=2, ranks=2, **slow: float) -> dict[Unit, float]:
@@ -92,13 +92,3 @@ def test_impossible_ratios_do_not_count():
 def test_a_replica_of_thousands_is_compared_with_a_few_equal_replicas():
     ratios = job(3000, 1, 1) | {Unit("r77"): 1.6}
     assert places(ratios) == [(Scope.REPLICA, (Unit("r77"),))]
-
-
-# --- confirmation -----------------------------------------------------------------------------------------
-
-
-def test_a_measured_time_confirms_only_where_it_is_slow_and_possible():
-    assert is_confirmed(1.2, 1.0)
-    assert not is_confirmed(1.05, 1.0)
-    for bad in (math.nan, -1.0, 0.0, math.inf):
-        assert not is_confirmed(bad, 1.0) and not is_confirmed(1.0, bad)

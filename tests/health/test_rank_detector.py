@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from fabric.health.localise import Scope, Slowdown, Unit
-from fabric.health.rank_detector import KEPT_STEPS, RankDetector, RankSample
+from fabric.health.rank_detector import KEPT_STEPS, RankDetector, RankReport
 from fabric.health.work import WorkAmount
+from fabric.model import Member, RankAddress, RankTimes
 
 BEFORE = 80
 REPLICAS = ("r0", "r1", "r2")
@@ -17,16 +18,17 @@ class Ranks:
     """Replicas of four ranks that wait for the slowest rank of their replica."""
 
     def __init__(self, stages: Sequence[int] = (0, 0, 0, 0), replicas: Sequence[str] = REPLICAS) -> None:
-        self.detector = RankDetector()
+        self.detector = RankDetector(1000)
+        self.keep(replicas, len(stages))
         self.rng = random.Random(3)
         self.step = 0
         self.stages = stages
         self.replicas = replicas
         self.wall: dict[str, float] = {}
 
-    def unit(self, replica: str, rank: int) -> Unit:
-        stage = self.stages[rank]
-        return Unit(replica, stage, sum(1 for x in self.stages[:rank] if x == stage))
+    def keep(self, replicas: Sequence[str], ranks: int) -> None:
+        others = (RankAddress("", ""),) * (ranks - 1)
+        self.detector.keep([Member(name, 1, "", "", ranks=others) for name in replicas])
 
     def run(
         self, steps: int, factors: Mapping[tuple[str, int], float] | None = None, link_s: float = 0.0
@@ -44,15 +46,16 @@ class Ranks:
                     own.append(usual * factors.get((replica, rank), 1.0))
                 slow = link_s if replica == "r1" else 0.0
                 self.wall[replica] = max(own) + 0.01 + slow
-                samples = [
-                    RankSample(self.unit(replica, n), n, work, seconds, self.wall[replica] - seconds)
-                    for n, (work, seconds) in enumerate(zip(works, own, strict=True))
+                times = [
+                    RankTimes(seconds, self.wall[replica] - seconds, work.tokens, work.squares, stage)
+                    for stage, work, seconds in zip(self.stages, works, own, strict=True)
                 ]
-                self.detector.observe(1, self.step, samples, is_well=not (slow or factors))
+                report = RankReport(replica, 1, self.step, works[0], times)
+                self.detector.observe(report, is_well=not (slow or factors))
 
     def locate(self, factor: float, replica: str = "r1") -> Slowdown:
         whole = Slowdown(Scope.REPLICA, (Unit(replica),), factor, "the replica is slow")
-        return self.detector.locate(whole, self.wall[replica] * (1 - 1 / factor))
+        return self.detector._part(whole, self.wall[replica] * (1 - 1 / factor))
 
 
 def test_one_slow_rank_is_named_although_all_ranks_of_its_replica_take_as_long():
@@ -120,8 +123,8 @@ def test_the_warm_up_names_no_rank():
 def test_a_new_process_starts_with_an_empty_history():
     ranks = Ranks()
     ranks.run(BEFORE)
-    ranks.detector.observe(2, 1, [RankSample(Unit("r1"), 0, WorkAmount(1.0), 1.0, 0.0)], is_well=True)
-    assert not list(ranks.detector.histories_of("r1"))
+    ranks.detector.observe(RankReport("r1", 2, 1, WorkAmount(1.0), [RankTimes(1.0)] * 4), is_well=True)
+    assert not ranks.detector.histories("r1")
 
 
 def test_a_repeated_or_impossible_report_does_not_count():
@@ -130,10 +133,10 @@ def test_a_repeated_or_impossible_report_does_not_count():
     before = {unit: list(x.relative) for unit, x in ranks.detector.histories()}
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         ranks.step += 1
-        sample = RankSample(Unit("r1"), 0, WorkAmount(1.0), seconds, 0.0)
-        ranks.detector.observe(1, ranks.step, [sample], is_well=True)
-    sample = RankSample(Unit("r1"), 0, WorkAmount(5000.0), 0.05, 0.0)
-    ranks.detector.observe(1, ranks.step, [sample], is_well=True)
+        times = [RankTimes(seconds, 0.0, 1.0)] * 4
+        ranks.detector.observe(RankReport("r1", 1, ranks.step, WorkAmount(1.0), times), is_well=True)
+    times = [RankTimes(0.05, 0.0, 5000.0)] * 4
+    ranks.detector.observe(RankReport("r1", 1, ranks.step, WorkAmount(1.0), times), is_well=True)
     assert {unit: list(x.relative) for unit, x in ranks.detector.histories()} == before
 
 
@@ -149,8 +152,9 @@ def test_the_history_is_bounded_and_left_replicas_are_forgotten():
     ranks = Ranks()
     ranks.run(3 * KEPT_STEPS)
     assert all(len(x.relative) <= KEPT_STEPS for _, x in ranks.detector.histories())
-    ranks.detector.keep(["r0"])
+    ranks.keep(["r0"], 4)
     assert {unit.replica for unit, _ in ranks.detector.histories()} == {"r0"}
+    ranks.keep(REPLICAS, 4)
     ranks.run(1)  # the equals of the same stage are forgotten too
 
 

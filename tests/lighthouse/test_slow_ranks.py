@@ -6,10 +6,10 @@ import pytest
 from lighthouse.test_slowness import BEFORE, Fleet
 
 from fabric.errors import ProtocolError
-from fabric.health.rank_detector import KEPT_STEPS
+from fabric.health.rank_detector import KEPT_STEPS, RankDetector, RankReport
 from fabric.health.work import WorkAmount
 from fabric.lighthouse.connections.validation import decode_member
-from fabric.lighthouse.diagnosis.rank_watch import MOST_ROWS, RankReport, RankWatch
+from fabric.lighthouse.diagnosis.slowness import MOST_ROWS, speeds_by_step
 from fabric.model import Member, RankAddress, RankTimes, StepTimes
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
@@ -159,9 +159,9 @@ def test_steps_that_a_rank_did_not_report_are_empty():
 
 
 def test_a_large_job_shows_its_slowest_ranks():
-    watch = RankWatch(1000)
+    watch = RankDetector(1000)
     times = {f"r{n:03}": [(1, 1.0), (2, 2.0 if n == 500 else 1.0)] for n in range(600)}
-    shown = watch.by_step(times, {})
+    shown = speeds_by_step(watch, times, {})
     assert len(shown["rows"]) == MOST_ROWS and shown["left_out"] == 600 - MOST_ROWS
     assert [x["speeds"][-1] for x in shown["rows"] if x["replica"] == "r500"] == [0.5]
 
@@ -178,49 +178,32 @@ def members(count: int, ranks: int) -> list[Member]:
     return [Member(f"r{n}", 1, "", "", ranks=others) for n in range(count)]
 
 
-class Count:
-    """Counts the samples that reach the detector."""
-
-    def __init__(self, watch: RankWatch) -> None:
-        self.samples = 0
-        observe = watch._detector.observe
-
-        def counted(incarnation, step, samples, is_well):
-            self.samples += len(samples)
-            observe(incarnation, step, samples, is_well)
-
-        watch._detector.observe = counted
-
-
 def test_a_job_of_ten_thousand_members_does_no_work_by_rank():
-    watch = RankWatch(1000)
-    count = Count(watch)
+    watch = RankDetector(1000)
     roster = members(10_000, 4)
     watch.keep(roster)
     for member in roster:
         watch.observe(report(member.replica, 4), is_well=True)
-    assert count.samples == 0 and watch.by_step({}, {})["rows"] == []
+    assert not watch._replicas and not list(watch.histories())
 
 
 def test_at_most_as_many_ranks_are_watched_as_replicas_are_compared():
-    watch = RankWatch(1000)
-    count = Count(watch)
+    watch = RankDetector(1000)
     watch.keep(members(250, 4))
     watch.observe(report("r0", 4), is_well=True)
-    assert count.samples == 4
+    assert set(watch._replicas) == {"r0"}
     watch.keep(members(251, 4))
     watch.observe(report("r0", 4, step=2), is_well=True)
-    assert count.samples == 4
+    assert not watch._replicas
 
 
 def test_a_report_with_another_number_of_ranks_than_the_member_has_is_dropped():
-    watch = RankWatch(1000)
-    count = Count(watch)
+    watch = RankDetector(1000)
     watch.keep(members(2, 4))
     for ranks in (1, 3, 5, 64):
         watch.observe(report("r0", ranks), is_well=True)
     watch.observe(report("stranger", 4), is_well=True)
-    assert count.samples == 0
+    assert not watch._replicas
 
 
 def test_a_heartbeat_with_too_many_ranks_is_refused():

@@ -1,5 +1,7 @@
 """The lighthouse asks a slow replica and one witness for a micro-benchmark, and says what it has shown."""
 
+import math
+
 import pytest
 
 from fabric.health.localise import Scope, Slowdown, Unit
@@ -76,6 +78,16 @@ def test_figures_that_contradict_each_other_confirm_nothing():
     checks.take("r0", [answer(number, 0.015, copy_s=0.002)])
     (verdict,) = checks.look(slow(), {}, MEMBERS, NOW + 1)
     assert verdict.verdict == "no answer" and verdict.why.endswith("contradict each other")
+
+
+@pytest.mark.parametrize("bad", [math.nan, -1.0, 0.0, math.inf])
+@pytest.mark.parametrize("asked_name", ["r1", "r0"])
+def test_an_impossible_time_confirms_nothing(bad, asked_name):
+    checks, number = begun()
+    for name in ("r1", "r0"):
+        checks.take(name, [answer(number, bad if name == asked_name else 0.01, copy_s=bad)])
+    (verdict,) = checks.look(slow(), {}, MEMBERS, NOW + 1)
+    assert verdict.verdict == "no answer"
 
 
 def test_a_replica_that_is_no_longer_slow_gets_no_verdict():

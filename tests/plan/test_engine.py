@@ -14,7 +14,7 @@ from fabric.plan.advice import (
     busiest_of_spread,
 )
 from fabric.plan.engine import SimulatedJob, simulate
-from fabric.plan.failures import FailSlow, Fixed, Repair, Trace, WeibullRenewal
+from fabric.plan.failures import Fixed, Repair, Trace, WeibullRenewal
 from fabric.protocol.rules.assignment import spread
 
 NEVER = Fixed(1e11)
@@ -119,11 +119,6 @@ def test_a_job_that_cannot_finish_is_given_up():
     ledger = simulate(job, CheckpointRestart(), Fixed(50.0))
     assert not ledger.finished
     assert ledger.total_s < 6 * job.ideal_s
-
-
-def test_a_slow_unit_slows_all_units():
-    slow = FailSlow(1e-3, 1e9, 2.0)  # every unit is slow from the start, for ever
-    assert simulate(QUIET, CheckpointRestart(), NEVER, slow=slow).total_s == pytest.approx(100 * 19, rel=0.02)
 
 
 def test_the_quotient_for_many_members_equals_the_assignment():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from fabric.plan.failures import (
-    FailSlow,
     Fixed,
     Lemons,
     Racks,
@@ -83,12 +82,6 @@ def test_a_unit_without_failures_in_the_trace_never_fails():
     assert Trace(((10.0, 0),), 100.0).clocks(2, rng()).next_s[1] == math.inf
 
 
-def test_slow_episodes_begin_and_end():
-    episodes = FailSlow(100.0, 50.0, 1.5).episodes(50, rng(4))
-    shares = [(episodes.factors(t) > 1).mean() for t in np.arange(0, 20000, 10.0)]
-    assert np.mean(shares) == pytest.approx(50 / 150, abs=0.03)
-
-
 def test_repairs_take_the_least_time_and_more():
     assert Repair(60.0).draw(3, rng()).tolist() == [60, 60, 60]
     drawn = Repair(60.0, 600.0, 1.0).draw(2000, rng())
@@ -108,7 +101,6 @@ def test_repairs_take_the_least_time_and_more():
         (lambda: Trace((), 1.0), "the trace has no failures"),
         (lambda: Trace(((5.0, 0),), 1.0), "an event outside its span"),
         (lambda: Repair(-1), "repair times must not be negative"),
-        (lambda: FailSlow(1, 1, 0.5), "at least 1 times slower"),
     ],
 )
 def test_an_impossible_process_is_refused_with_a_sentence(make, sentence):

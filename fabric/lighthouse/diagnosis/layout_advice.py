@@ -15,7 +15,7 @@ from fabric.health.alarm import SHORT
 from fabric.health.detector import ReplicaSpeed
 from fabric.health.localise import SLOW, Scope, Slowdown
 from fabric.health.planning import ModelCut, Remedy, RemedyKind, ReplicaHealth, StageLayout, propose
-from fabric.lighthouse.diagnosis.rank_watch import RankWatch
+from fabric.health.rank_detector import RankDetector
 from fabric.model import (
     NOT_LAUNCHED,
     Adaptation,
@@ -42,26 +42,16 @@ from fabric.runtime.rank_layout import LayoutOrder, RankLayout, parse_layout
 REPLAN = 1.25  # a planned speed stays while the measured speed differs by less than this factor
 # A layout of one rank and one layer: the computation of shares needs no other detail.
 _LAYOUT = StageLayout(((0,),), (1,))
-_CUT = ModelCut(1)
+_CUT = ModelCut()
 
 Speeds = dict[ReplicaProcess, int]  # process -> its speed in thousandths
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """The shares that would help, and why."""
-
-    micro_batches: Mapping[str, int]  # micro-batches of the whole step, by replica
-    gain: float  # gain of throughput, as a share
-    cost_s: float  # time that the job loses by the change
-    reason: str
 
 
 class ShareAdvisor:
     """Plans shares for slow replicas; in the mode ``act`` it returns an order for the leader."""
 
     def __init__(self) -> None:
-        self.advice: Advice | None = None  # of the newest plan that is not in force
+        self.advice: Remedy | None = None  # of the newest plan that is not in force
         self._planned: tuple[int, Speeds] | None = None  # the epoch and speeds of the newest plan
         self._ordered: tuple[int, Speeds] | None = None  # the epoch and speeds of the newest order
 
@@ -75,7 +65,7 @@ class ShareAdvisor:
         slow: Mapping[str, Slowdown],
         speeds: Iterable[ReplicaSpeed],
         failed: set[str],
-    ) -> Advice | SharesAdvised | None:
+    ) -> Remedy | SharesAdvised | None:
         """Plan again where the slow replicas or their speeds have changed; return new advice or a new order.
 
         While a member may have ``failed``, or the whole job is slow, the plan stays.
@@ -94,9 +84,7 @@ class ShareAdvisor:
                 self.advice = _plan(record, wanted, total)
         if core.adaptations.mode == ACT:
             return self._new_order(record, wanted)
-        is_new = self.advice is not None and (
-            before is None or before.micro_batches != self.advice.micro_batches
-        )
+        is_new = self.advice is not None and (before is None or before.shares != self.advice.shares)
         return self.advice if is_new else None
 
     def _wanted(
@@ -153,8 +141,8 @@ class ShareAdvisor:
             "advice": None
             if advice is None
             else {
-                "remedy": "shares",
-                "micro_batches": dict(advice.micro_batches),
+                "remedy": str(advice.kind),
+                "micro_batches": dict(advice.shares),
                 "gain": round(advice.gain, 4),
                 "cost_s": advice.cost_s,
                 "reason": advice.reason,
@@ -185,7 +173,7 @@ def _counts(roster: Sequence[Member], total: int) -> dict[str, int]:
     return {member.replica: count for member, count in zip(roster, counts, strict=True)}
 
 
-def _plan(record: Record, wanted: Speeds, total: int) -> Advice | None:
+def _plan(record: Record, wanted: Speeds, total: int) -> Remedy | None:
     """Plan shares by these speeds, if they gain enough."""
     asked = [asked_share(record, member) for member in record.roster]
     adaptation = Adaptation(
@@ -205,22 +193,10 @@ def _plan(record: Record, wanted: Speeds, total: int) -> Advice | None:
     if remedy is None:
         return None
     counts = _counts(with_shares(record.roster, asked, adaptation), total)
-    return Advice(counts, remedy.gain, remedy.cost_s, remedy.reason)
+    return replace(remedy, shares=counts)
 
 
 LASTING = SHORT  # steps that a replica must have been slow: another layout costs a rejoin
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutAdvice:
-    """A layout that would help, and why."""
-
-    remedy: RemedyKind
-    process: ReplicaProcess
-    order: str  # the order to its launcher; empty: a spare takes its place
-    gain: float  # gain of throughput, as a share, beyond the best shares
-    cost_s: float  # time that the job loses by the change
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +214,7 @@ class LayoutAdvisor:
     """Plans for the slowest replica; in the mode ``act`` it returns an order for the leader."""
 
     def __init__(self) -> None:
-        self.advice: LayoutAdvice | None = None
+        self.advice: LayoutAdvised | None = None  # of epoch 0
         self._planned: object = None  # what the newest plan was made from
         self._newest: object = None  # epoch of the newest order (0: advice alone), process and layout
 
@@ -246,8 +222,11 @@ class LayoutAdvisor:
         """Drop the plan, because the job is complete, or wants none."""
         self.advice = self._planned = self._newest = None
 
-    def advise(self, core: LeaderCore, slow: SlowReplica | None) -> LayoutAdvice | LayoutAdvised | None:
-        """Plan again where the slow replica or its speeds have changed; return new advice or a new order."""
+    def advise(self, core: LeaderCore, slow: SlowReplica | None) -> LayoutAdvised | None:
+        """Plan again where the slow replica or its speeds have changed; return new advice or a new order.
+
+        Advice that is no order is of epoch 0.
+        """
         record = core.state.record
         if record is None or slow is None:
             self.forget()
@@ -260,11 +239,11 @@ class LayoutAdvisor:
         self._planned, self.advice = basis, plan_layout(core, record, slow, spares)
         if self.advice is None:
             return None
-        x, epoch = self.advice, record.epoch if core.adaptations.mode == ACT else 0
-        if (newest := (epoch, x.process, x.order)) == self._newest:
+        advice = replace(self.advice, epoch=record.epoch if core.adaptations.mode == ACT else 0)
+        if (newest := (advice.epoch, advice.process, advice.layout)) == self._newest:
             return None
         self._newest = newest
-        return LayoutAdvised(epoch, x.process, x.order, x.gain, x.cost_s, x.reason) if epoch else x
+        return advice
 
     def to_json(self, core: LeaderCore) -> dict[str, Any]:
         """The advice, and the changed layouts, for people."""
@@ -273,9 +252,9 @@ class LayoutAdvisor:
             "layout_advice": None
             if advice is None
             else {
-                "remedy": str(advice.remedy),
+                "remedy": advice.remedy,
                 "replica": advice.process.replica,
-                "layout": advice.order,
+                "layout": advice.layout,
                 "gain": round(advice.gain, 4),
                 "cost_s": round(advice.cost_s, 2),
                 "reason": advice.reason,
@@ -295,7 +274,7 @@ def keep_their_layouts(core: LeaderCore) -> set[str]:
 
 
 def slow_replica(
-    core: LeaderCore, slowdown: Slowdown, ranks: RankWatch, confirmed: bool
+    core: LeaderCore, slowdown: Slowdown, ranks: RankDetector, confirmed: bool
 ) -> SlowReplica | None:
     """The planner's view of the slow replica; None if it is not a member."""
     record = core.state.record
@@ -312,14 +291,14 @@ def slow_replica(
 
 def plan_layout(
     core: LeaderCore, record: Record, slow: SlowReplica, spares: tuple[str, ...]
-) -> LayoutAdvice | None:
+) -> LayoutAdvised | None:
     """The cheapest remedy for ``slow`` beyond shares; None where none gains enough."""
     try:
         layout = parse_layout(slow.launched.layout).over(1 + len(slow.member.ranks))
     except ConfigError:
         return None
     layers, micro_batches = sum(layout.layers) or 1, _micro_batches(core, record)
-    usual, cut = _usual(layout, slow), _cut(layout, layers, slow)
+    usual, cut = _usual(layout, slow), _cut(layout, slow)
     counts = apportion(micro_batches, [member.shares for member in record.roster])
     replicas = []
     for member, count in zip(record.roster, counts, strict=True):
@@ -333,8 +312,8 @@ def plan_layout(
         if remedy.replica == slow.member.replica:
             order = _order(remedy, layout, slow)
             if order is not None:
-                x = remedy
-                return LayoutAdvice(x.kind, slow.member.process, order, x.gain, x.cost_s, x.reason)
+                x, process = remedy, slow.member.process
+                return LayoutAdvised(0, process, order, x.gain, x.cost_s, x.reason, str(x.kind))
     return None
 
 
@@ -362,12 +341,12 @@ def _usual(layout: RankLayout, slow: SlowReplica) -> StageLayout:
     return StageLayout((tuple(range(layout.ranks)),), (sum(layout.layers) or 1,))
 
 
-def _cut(layout: RankLayout, layers: int, slow: SlowReplica) -> ModelCut:
+def _cut(layout: RankLayout, slow: SlowReplica) -> ModelCut:
     """The layouts that the replica may have: other layers for its stages, or fewer ranks of one stage."""
     if not slow.launched.allowed:
-        return ModelCut(layers)
+        return ModelCut()
     sizes = tuple(sorted({x.ranks for x in _smaller(layout, slow.launched)}))
-    return ModelCut(layers, sizes, can_repartition=bool(layout.layers))
+    return ModelCut(sizes, can_repartition=bool(layout.layers))
 
 
 def _smaller(layout: RankLayout, launched: LaunchedLayouts) -> list[RankLayout]:

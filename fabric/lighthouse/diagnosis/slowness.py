@@ -4,15 +4,17 @@ Times count only while the job runs undisturbed: not from a joining member or a 
 member joins, and not from the first step of an epoch. A member that may have failed is not compared.
 """
 
+import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fabric.health.alarm import Damping
 from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
-from fabric.health.link_detector import LinkDetector, PeerTimes
+from fabric.health.link_detector import LinkDetector
 from fabric.health.localise import Scope, Slowdown
+from fabric.health.rank_detector import KEPT_STEPS, RankDetector, RankReport
 from fabric.health.work import WorkAmount, is_time
 from fabric.lighthouse.diagnosis.layout_advice import (
     LASTING,
@@ -21,7 +23,6 @@ from fabric.lighthouse.diagnosis.layout_advice import (
     keep_their_layouts,
     slow_replica,
 )
-from fabric.lighthouse.diagnosis.rank_watch import MOST_ROWS, RankReport, RankWatch
 from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks, SpeedVerdict
 from fabric.lighthouse.history.slowdowns import SlowdownState
 from fabric.model import Member, Record, StepTimes
@@ -37,6 +38,8 @@ NEWS_S = 0.05  # seconds between two looks while an alarm changes
 MOST_EARLIER = 64  # of the earlier steps in heartbeats, so many count per round of all members' heartbeats
 # Above this number of members no times are compared: one report costs 0.05 ms, on the loop of all heartbeats.
 MOST_MEMBERS = 1000
+MOST_ROWS = 64  # rows of the table of speeds by step; a larger job shows the slowest
+_Steps = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class SlownessWatch:
 
     def __init__(self) -> None:
         self._detector = JobDetector(floor_s=FLOOR_S)
-        self._ranks = RankWatch(MOST_MEMBERS)
+        self._ranks = RankDetector(MOST_MEMBERS)
         self._links = LinkDetector()
         self._damping, self._job_damping = Damping(), Damping()
         self._looked_at = -math.inf
@@ -125,7 +128,7 @@ class SlownessWatch:
             self._detector.observe(replica, incarnation, past.step, amount, past.compute_s)
         work = _work(times)
         self._detector.observe(replica, incarnation, beat.step, work, times.compute_s)
-        self._links.observe(replica, PeerTimes(times.sending_s, times.waiting_s))
+        self._links.observe(replica, times)
         self._has_news |= self._detector.is_alarmed(replica) != (replica in self._computing_slowly())
         if times.ranks:
             is_well = not self._computing_slowly().keys() & {replica, WHOLE_JOB}
@@ -249,10 +252,11 @@ class SlownessWatch:
         if slow is None:
             self._orders.pop(LayoutAdvised, None)
         advice = self._layouts.advise(core, slow)
-        if isinstance(advice, LayoutAdvised):
+        if advice is not None and not advice.epoch:
+            return [SlownessEvent("advice", advice.process.replica, advice.reason)]
+        if advice is not None:
             self._orders[LayoutAdvised] = advice
-            return []
-        return [SlownessEvent("advice", advice.process.replica, advice.reason)] if advice is not None else []
+        return []
 
     def _new_notes(self) -> list[SlownessEvent]:
         """Report once for each replica that its declared work does not predict its times."""
@@ -277,17 +281,8 @@ class SlownessWatch:
                 for x in self._slow.values()
             ],
             "replicas": replicas,
-            "links": [
-                {
-                    "from": x.sender,
-                    "to": x.receiver,
-                    "late_s": round(x.late_s, 6),
-                    "usual_s": round(x.usual_s, 6),
-                    "steps": x.steps,
-                }
-                for x in self._links.states(MOST_ROWS)
-            ],
-            "by_step": self._ranks.by_step(self._detector.relative_times(), speeds),
+            "links": self._links.states(MOST_ROWS),
+            "by_step": speeds_by_step(self._ranks, self._detector.relative_times(), speeds),
             **self._advisor.to_json(core),
             **self._layouts.to_json(core),
         }
@@ -315,3 +310,42 @@ def _speed_view(speed: ReplicaSpeed) -> dict[str, Any]:
         "speed": None if speed.relative is None else round(speed.speed, 3),
         "note": speed.note,
     }
+
+
+def speeds_by_step(
+    ranks: RankDetector, replicas: Mapping[str, _Steps], speeds: Mapping[str, float | None]
+) -> dict[str, Any]:
+    """The speed of each rank in the newest steps, and over several steps.
+
+    ``replicas``: times of replicas over their equals'. ``speeds``: speeds of replicas over several steps.
+    """
+    rows: list[tuple[dict[str, Any], _Steps]] = []
+    for unit, rank in ranks.histories():
+        row = _row(unit.replica, rank.number, unit.stage, rank.speed)
+        row["seconds"] = round(rank.seconds, 6)
+        row["predicted_s"] = None if rank.predicted_s is None else round(rank.predicted_s, 6)
+        rows.append((row, rank.relative))
+    watched = {row["replica"] for row, _ in rows}
+    rows += [
+        (_row(name, 0, 0, speeds.get(name)), times)
+        for name, times in replicas.items()
+        if times and name not in watched
+    ]
+    shown = rows
+    if len(rows) > MOST_ROWS:  # the slowest ones by the newest step
+        shown = heapq.nsmallest(MOST_ROWS, rows, key=lambda x: 1.0 / x[1][-1][1] if x[1] else 1.0)
+    steps = sorted({step for _, times in shown for step, _ in times})[-KEPT_STEPS:]
+    for row, times in shown:
+        by_step = {step: round(1.0 / value, 3) for step, value in times}
+        row["speeds"] = [by_step.get(step) for step in steps]
+    return {
+        "steps": steps,
+        "rows": sorted((row for row, _ in shown), key=lambda x: (x["replica"], x["rank"])),
+        "left_out": len(rows) - len(shown),
+    }
+
+
+def _row(replica: str, rank: int, stage: int, speed: float | None) -> dict[str, Any]:
+    """A rank's line of the table of speeds. ``speed``: over several steps; None: not known yet."""
+    speed = None if speed is None else round(speed, 3)
+    return {"replica": replica, "rank": rank, "stage": stage, "speed": speed}

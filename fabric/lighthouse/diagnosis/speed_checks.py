@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from fabric.health.localise import SLOW, Scope, Slowdown, is_confirmed
+from fabric.health.localise import SLOW, Scope, Slowdown
 from fabric.model import SpeedMeasurement
 from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage
 
@@ -213,13 +213,14 @@ def _judge(check: SpeedCheck) -> SpeedVerdict:
     # At least half of the slowdown must show, because short measurements vary.
     needed = max(SLOW, 1.0 + (check.slowdown.factor - 1.0) / 2)
     for words, of in (("a matrix product", "product_s"), ("a copy of memory", "copy_s")):
-        seconds = [getattr(x, of) for x in suspects if getattr(x, of) > 0]
-        references = [getattr(x, of) for x in check.answers[check.witness] if getattr(x, of) > 0]
+        # An impossible time confirms nothing.
+        seconds = [s for x in suspects if 0 < (s := getattr(x, of)) < math.inf]
+        references = [s for x in check.answers[check.witness] if 0 < (s := getattr(x, of)) < math.inf]
         if not seconds or not references:
             continue
         own, reference = max(seconds), median(references)
-        is_slow |= is_confirmed(own, reference * needed / SLOW)
-        is_fast |= is_confirmed(reference, own * needed / SLOW)
+        is_slow |= own > needed * reference
+        is_fast |= reference > needed * own
         times = f"{own * 1e3:.3g} ms there and {reference * 1e3:.3g} ms at {check.witness}"
         sentences.append(f"{words} takes {times}")
     if not sentences:

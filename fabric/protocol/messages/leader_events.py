@@ -122,9 +122,10 @@ class LayoutAdvised:
     epoch: int
     process: ReplicaProcess
     layout: str  # the order to its launcher; empty: a spare takes its place, and it does not come back
-    gain: float  # predicted gain of throughput, as a share
+    gain: float  # predicted gain of throughput, as a share, beyond the best shares
     cost_s: float  # predicted time that the job loses by the change
     reason: str
+    remedy: str = ""  # the kind of remedy, for people
 
 
 @dataclass(frozen=True, slots=True)

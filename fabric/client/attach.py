@@ -338,8 +338,8 @@ def _exact(
     copies = frozenset(name for part, name in parts.items() if holders[part] > 1)
     if copies and len(copies) == len(parts):
         raise ConfigError(
-            f"FABRIC_EXCHANGE is {settings.exchange}, and all that this rank holds other ranks of the replica "
-            "hold too, so its gradients must travel exactly: leave it out, or shard the parameters"
+            f"FABRIC_EXCHANGE is {settings.exchange}, and other ranks of this replica hold all parameters of "
+            "this rank too, so its gradients must travel exactly: leave it out, or shard the parameters"
         )
     return exact | copies
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ring_harness import (
     WAIT_S,
     RingMembers,
+    coded,
     documented,
     random_tensor,
     same_bits,
@@ -17,8 +18,10 @@ from ring_harness import (
 )
 
 from fabric.errors import RoundAborted
+from fabric.ftar.buckets import FlatGradients
+from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.host.exchange_buffers import raw
-from fabric.ftar.host.piece_moves import DIGEST_BYTES, Inlet, Outlet, coded_bytes, digest
+from fabric.ftar.host.piece_moves import Inlet, digest
 from fabric.ftar.reduce_ops import EXCHANGE_FORMS, Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES, schedule, segment_bounds
 
@@ -96,25 +99,6 @@ def equal(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether all bits are equal; the payload of a NaN may differ."""
     odd = one != one
     return torch.equal(odd, two != two) and same_bits(one[~odd], two[~odd])
-
-
-def coded(values: torch.Tensor, form: str) -> bytes:
-    """The bytes of ``values`` in a form, as an Outlet sends them."""
-    near, far = tcp_pair()
-    with near, far:
-        near.setblocking(False)
-        far.settimeout(WAIT_S)
-        outlet, code = Outlet(near.fileno()), EXCHANGE_FORMS[form]
-        room = memoryview(bytearray(coded_bytes(code, values.numel())))
-        outlet.begin(b"", room, True, True, code, raw(values))
-        came = b""
-        while len(came) < len(room) + DIGEST_BYTES:
-            if outlet.may_send():
-                outlet.pump()
-            came += far.recv(1 << 20)
-    assert came[-DIGEST_BYTES:] == digest(came[:-DIGEST_BYTES])
-    assert came[:-DIGEST_BYTES] == bytes(room)
-    return came[:-DIGEST_BYTES]
 
 
 def decoded(payload: bytes, form: str, count: int) -> torch.Tensor:
@@ -249,3 +233,78 @@ def test_members_of_unequal_forms_abort_by_name(plane):
                 future.result(WAIT_S)
             sentences.append(str(aborted.value))
         assert all("FABRIC_EXCHANGE differs" in x for x in sentences)
+
+
+def outcomes_where_one_leaves(
+    members: RingMembers,
+    leaves_at: int,
+    inputs: Sequence[torch.Tensor],
+    reduction: Reduction,
+    chunk_bytes: int,
+) -> list[BaseException | None]:
+    """Let member 1 close its plane at one of its pieces, as a killed process does: its sockets end."""
+    arrived: list[int] = []
+
+    def leave(step: int) -> None:
+        arrived.append(step)
+        if len(arrived) == leaves_at + 1:
+            members.planes[1].close()
+
+    members.planes[1].close()
+    members.planes[1] = CpuRing(chunk_bytes=chunk_bytes, on_piece=leave)
+    members.install(1)
+    futures = members.start(1, 1, {i: x.clone() for i, x in enumerate(inputs)}, None, reduction)
+    outcomes = [future.exception(WAIT_S) for future in futures.values()]
+    members.planes[1] = CpuRing(chunk_bytes=chunk_bytes)
+    return outcomes
+
+
+@pytest.mark.parametrize("plane", ["tcp", "mixed"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_member_that_leaves_at_any_piece_ends_the_round_and_the_next_epoch_has_the_bits(world, form, plane):
+    length, chunk_bytes = 601, 512
+    reduction = Reduction("sum", 1.0, form, 590)
+    inputs = [random_tensor(length, torch.float32, i) for i in range(world)]
+    expected, _ = summed(inputs, reduction, chunk_bytes // 4, kinds_of(plane, world))
+    plan = schedule(length, world, 1, chunk_bytes // 4, cut=590)
+    for leaves_at in range(len(plan.receives)):
+        with RingMembers(world, plane=plane, chunk_bytes=chunk_bytes) as members:
+            for outcome in outcomes_where_one_leaves(members, leaves_at, inputs, reduction, chunk_bytes):
+                assert outcome is None or isinstance(outcome, RoundAborted)
+            members.install(2)
+            for result in members.reduce(2, 2, inputs, reduction).values():
+                assert same_bits(result, expected)
+
+
+def test_presence_and_exact_values_keep_their_bits_beside_gradients_of_any_size():
+    """A counter of millions, a flag of 1 and gradients of 1e-9 lie side by side in one flat buffer."""
+    world, exact = 3, {"buffer:counter", "copied"}
+    shapes = {"first": (300, 7), "copied": (130,), "unused": (5,), "last": (411,), "buffer:counter": (3,)}
+    flats, buffers = [], []
+    for member in range(world):
+        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+        for number, (name, parameter) in enumerate(parameters.items()):
+            if name != "unused":
+                values = random_tensor(parameter.numel(), torch.float32, 10 * member + number)
+                parameter.grad = values.view(parameter.shape) * 1e-9
+        parameters["buffer:counter"].grad = torch.tensor([2.0**24 - 1 if member == 1 else 0.0, 1.0, 1e-20])
+        flats.append(FlatGradients(parameters.items(), exact=exact))
+        buffers.append(torch.zeros(flats[0].nbytes, dtype=torch.uint8))
+        flats[member].gather(buffers[member])
+    before = [buffer.clone() for buffer in buffers]
+    with RingMembers(world) as members:
+        members.install(1)
+        for bucket in flats[0].buckets:
+            parts = {i: bucket.view(buffer) for i, buffer in enumerate(buffers)}
+            reduction = Reduction(exchange="int8", coarse=bucket.coarse)
+            for future in members.start(1, 1, parts, None, reduction).values():
+                future.result(WAIT_S)
+    assert flats[0].absent(buffers[0]) == {"unused"}
+    for bucket in flats[0].buckets:
+        parts = [bucket.view(buffer) for buffer in before]
+        exact_sum = documented(parts, segment_bounds(parts[0].numel(), world))
+        assert all(same_bits(bucket.view(buffer), bucket.view(buffers[0])) for buffer in buffers)
+        assert same_bits(bucket.view(buffers[0])[bucket.coarse :], exact_sum[bucket.coarse :])
+        assert bucket.coarse == 0 or not same_bits(bucket.view(buffers[0]), exact_sum)
+        assert (bucket.coarse == 0) == bool({name for name, _ in bucket.parameters} & exact)

@@ -493,9 +493,8 @@ class _Trainer:
             backend,
             check_finite=self.settings.on_nan != "propagate",
             retain=self.settings.retain_gradients,
-            exchange=self.settings.exchange,
         )
-        exchange.lanes = self.lanes
+        exchange.lanes, exchange.travels_as = self.lanes, self.settings.exchange
         return exchange
 
     def _snapshots(self, recover: Callable[[], None], durable: DurableCheckpoints) -> Snapshots:

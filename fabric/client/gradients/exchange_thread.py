@@ -130,17 +130,16 @@ class ExchangeThread:
         backend: GradientBackend,
         check_finite: bool = False,
         retain: bool = True,
-        exchange: str = "float32",
     ) -> None:
-        """``check_finite``: look for values that are not finite in every sum. ``exchange``: see Reduction.
+        """``check_finite``: look for values that are not finite in every sum.
 
         ``retain``: keep the local gradient until the commit. On a device the gradient is always kept.
         """
         self.retain = retain or not isinstance(backend, HostBackend)
         self.backend = backend
         self.lanes: LaneDirectory | None = None  # set where replicas may have unequal layouts
+        self.travels_as = "float32"  # see ``Reduction.exchange``
         self._check_finite = check_finite
-        self._exchange_form = exchange
         self._plane = plane
         self._gradients = gradients
         self._slots = slots
@@ -315,7 +314,7 @@ class ExchangeThread:
             run(partial(lanes.rank_lanes.gather, section, flat, part))
         for section, part in zip(sections, parts, strict=True):
             with self._reducing(entry):
-                how = Reduction(exchange=self._exchange_form, coarse=section.coarse)
+                how = Reduction(exchange=self.travels_as, coarse=section.coarse)
                 plane.reduce_lane(section.lane, epoch, order.step, part, how)
             self.backend.digest_part(part, section.lane)
             run(partial(lanes.rank_lanes.scatter, section, part, flat))
@@ -334,7 +333,7 @@ class ExchangeThread:
                 order.fence.epoch,
                 order.step,
                 bucket.view(flat),
-                reduction=Reduction(exchange=self._exchange_form, coarse=bucket.coarse),
+                reduction=Reduction(exchange=self.travels_as, coarse=bucket.coarse),
                 retain_gradients=False,
                 result_is_stable=True,
             )

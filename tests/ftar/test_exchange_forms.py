@@ -21,7 +21,7 @@ from fabric.errors import RoundAborted
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.host.exchange_buffers import raw
-from fabric.ftar.host.piece_moves import Inlet, digest
+from fabric.ftar.host.piece_moves import Inlet, Outlet, coded_bytes, digest, fold
 from fabric.ftar.reduce_ops import EXCHANGE_FORMS, Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES, schedule, segment_bounds
 
@@ -308,3 +308,43 @@ def test_presence_and_exact_values_keep_their_bits_beside_gradients_of_any_size(
         assert same_bits(bucket.view(buffers[0])[bucket.coarse :], exact_sum[bucket.coarse :])
         assert bucket.coarse == 0 or not same_bits(bucket.view(buffers[0]), exact_sum)
         assert (bucket.coarse == 0) == bool({name for name, _ in bucket.parameters} & exact)
+
+
+@pytest.mark.parametrize(
+    ("size", "own", "into", "form", "onward"),
+    [
+        (136, 0, 129 * 4, 7, None),  # 129 elements in blocks have 137 bytes
+        (133, 0, 129 * 4, 7, None),  # a block without an element
+        (3, 0, 4, 7, None),
+        (137, 128 * 4, 129 * 4, 7, None),
+        (137, 0, 128 * 4, 7, None),
+        (137, 0, 0, 7, 136),
+        (137, 0, 0, 7, None),
+        (257, 0, 128 * 4, 4, None),
+        (137, 0, 129 * 4, 3, None),
+        (137, 0, 129 * 4, 99, None),
+        (137, 0, 129 * 4, -1, None),
+    ],
+)
+def test_memory_that_does_not_fit_a_form_is_refused(size, own, into, form, onward):
+    parts = [memoryview(bytearray(n)) if n else None for n in (own, into)]
+    room = None if onward is None else memoryview(bytearray(onward))
+    inlet = Inlet(0, memoryview(bytearray(1 << 18)), FLOAT, 0, 1.0)
+    with pytest.raises(ValueError, match="does not fit"):
+        inlet.begin(size, *parts, FLOAT, FLOAT, True, True, form, room)
+
+
+def test_an_outlet_and_a_fold_refuse_what_is_no_form():
+    source, room = memoryview(bytearray(64)), memoryview(bytearray(20))
+    for form, elements, payload in (
+        (7, source, room[:19]),
+        (7, None, room),
+        (99, source, room),
+        (2, source, room),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            Outlet(0).begin(b"", payload, True, True, form, elements)
+    with pytest.raises(ValueError, match="unknown"):
+        fold((source,), source, memoryview(bytearray(64)), FLOAT, FLOAT, FLOAT, 0, 1.0, True, 99)
+    with pytest.raises(ValueError, match="no such form"):
+        coded_bytes(1, 5)

@@ -307,6 +307,9 @@ def test_presence_and_exact_values_keep_their_bits_beside_gradients_of_any_size(
         assert all(same_bits(bucket.view(buffer), bucket.view(buffers[0])) for buffer in buffers)
         assert same_bits(bucket.view(buffers[0])[bucket.coarse :], exact_sum[bucket.coarse :])
         assert bucket.coarse == 0 or not same_bits(bucket.view(buffers[0]), exact_sum)
+        # Beside a flag of 1 in their block all of these gradients would become zero.
+        assert bool(((bucket.view(buffers[0]) - exact_sum).abs() < 1e-8).all())
+        assert bucket.coarse in (0, bucket.view(buffers[0]).numel() - len(bucket.parameters))
         assert (bucket.coarse == 0) == bool({name for name, _ in bucket.parameters} & exact)
 
 

@@ -3,12 +3,14 @@
 import contextlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import xxhash
 
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
@@ -205,6 +207,8 @@ def _attach(
     own_states = ReplicaStates.of(chosen, choices.local_state or {}, device_of(tuple(parameters)))
     objects |= own_states.shared | averaged.shared
     lanes = _lanes(chosen, process, parameters, averaged)
+    carried = [*averaged.stand_ins, *own_states.stand_ins]
+    exact = _exact(chosen, process, parameters, carried) if lanes is None else frozenset()
     entries = _ModuleEntries.gather(process, objects) if lanes is not None else None
     # Open the journal before the checkpoint server starts: a wrong path then leaves no server behind.
     journal = Journal(chosen.journal, chosen.replica, process.incarnation)
@@ -212,7 +216,7 @@ def _attach(
         settings=chosen,
         process=process,
         handle=_server(chosen, process),
-        gradients=_gradients(parameters, averaged, own_states, lanes, choices.fragments),
+        gradients=_gradients([*parameters, *carried], averaged, lanes, choices.fragments, exact),
         lanes=lanes,
         entries=entries,
         content=_content(lanes, parameters, entries, objects),
@@ -299,19 +303,56 @@ def _lanes(
     lanes_of({settings.replica: layout})  # raises one error for a layout that lacks parts of the model
     if process.group is not None:
         averaged.rank_means = RankMeans.of(process.group, layout)
-    return LaneDirectory(settings.replica, process.rank, layout, layout_text(layout))
+    exact = frozenset(name for name, _ in averaged.stand_ins)
+    return LaneDirectory(settings.replica, process.rank, layout, layout_text(layout), exact)
+
+
+def _exact(
+    settings: Settings,
+    process: ProcessIdentity,
+    parameters: list[tuple[str, torch.nn.Parameter]],
+    carried: list[tuple[str, torch.nn.Parameter]],
+) -> frozenset[str]:
+    """Return the names of what must not travel in fewer bytes, if gradients do.
+
+    These are all of ``carried``, which may be counters and bits, and the parameters whose part here another
+    rank of this replica has too. Such gradients must stay equal at these ranks, but each rank has a ring of
+    its own, whose blocks and links round otherwise. All ranks of the replica must call it. Raises
+    ConfigError.
+    """
+    group, parts, coarse = process.group, {}, settings.exchange != "float32"
+    exact = frozenset(name for name, _ in carried if coarse)
+    if group is None:
+        return exact
+    if coarse:
+        held = [x for x in held_parameters(parameters) if x.region.elements]
+        parts = {xxhash.xxh3_64_hexdigest(f"{x.name} {x.region}".encode()): x.name for x in held}
+    declared = group.gather({"exchange": settings.exchange, "parts": list(parts)})
+    for rank, other in enumerate(declared):
+        if other["exchange"] != declared[0]["exchange"]:
+            raise ConfigError(
+                f"FABRIC_EXCHANGE is {other['exchange']} at rank {rank} and {declared[0]['exchange']} at "
+                "rank 0: set it equally on all ranks and replicas"
+            )
+    holders = Counter(part for x in declared for part in x["parts"])
+    copies = frozenset(name for part, name in parts.items() if holders[part] > 1)
+    if copies and len(copies) == len(parts):
+        raise ConfigError(
+            f"FABRIC_EXCHANGE is {settings.exchange}, and other ranks of this replica hold all parameters of "
+            "this rank too, so its gradients must travel exactly: leave it out, or shard the parameters"
+        )
+    return exact | copies
 
 
 def _gradients(
-    parameters: list[tuple[str, torch.nn.Parameter]],
+    exchanged: list[tuple[str, torch.nn.Parameter]],
     averaged: ForwardBuffers,
-    own_states: ReplicaStates,
     lanes: LaneDirectory | None,
     fragments: Mapping[str, int] | None,
+    exact: frozenset[str],
 ) -> FlatGradients:
-    exchanged = [*parameters, *averaged.stand_ins, *own_states.stand_ins]
     # Lanes carry all fragments in each step; a fragment that is not exchanged has no gradient and stays so.
-    gradients = FlatGradients(exchanged, fragments=fragments if lanes is None else None)
+    gradients = FlatGradients(exchanged, fragments=fragments if lanes is None else None, exact=exact)
     gradients.of_one = averaged.of_one
     if lanes is not None:  # pipeline stages hold parts of the model, which members compare as a whole
         gradients.layout = lanes.model_name
@@ -453,7 +494,7 @@ class _Trainer:
             check_finite=self.settings.on_nan != "propagate",
             retain=self.settings.retain_gradients,
         )
-        exchange.lanes = self.lanes
+        exchange.lanes, exchange.travels_as = self.lanes, self.settings.exchange
         return exchange
 
     def _snapshots(self, recover: Callable[[], None], durable: DurableCheckpoints) -> Snapshots:

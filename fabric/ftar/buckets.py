@@ -12,6 +12,8 @@ A bucket ends with its *presence*: one element per parameter, 1 where this proce
 it has none. The sum counts the members that have one, and is above 0 for any number of them. A parameter
 without any keeps ``.grad`` None, as without fabric, so that momentum and weight decay do not move it.
 
+With FABRIC_EXCHANGE a bucket's gradients may travel in fewer bytes. Presence and other exact values never do.
+
 For a DTensor (FSDP2, tensor parallel) the buffer holds this rank's shard. Equal ranks of all replicas sum
 equal shards, so the hash also covers how the tensor is sharded.
 """
@@ -51,6 +53,7 @@ class Bucket:
     end: int
     parameters: tuple[NamedParameter, ...]
     fragment: int = 0  # the fragment of the model that these parameters belong to
+    coarse: int = 0  # how many of the first elements may travel in fewer bytes
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the bucket's elements in ``buffer``, 1-D."""
@@ -96,8 +99,10 @@ class FlatGradients:
         parameters: Iterable[NamedParameter],
         bucket_bytes: int = BUCKET_BYTES,
         fragments: Mapping[str, int] | None = None,
+        exact: Collection[str] = (),
     ) -> None:
-        """``fragments``: the number of each parameter's fragment, if one fragment is exchanged per step."""
+        """``fragments``: the number of each parameter's fragment, if one fragment is exchanged per step.
+        ``exact``: the names of what must not travel in fewer bytes, which gets buckets of its own."""
         fragments = fragments or {}
         self.fragments = max(fragments.values(), default=0) + 1
         self.scale = 1.0  # factor for gradients when they are gathered
@@ -111,7 +116,7 @@ class FlatGradients:
         backwards = self.parameters[::-1]
         presence = "presence", torch.empty(len(backwards), device="meta")
         self.layout = layout_hash([*backwards, presence])
-        laid_out = lay_out(backwards, bucket_bytes, fragments)
+        laid_out = lay_out(backwards, bucket_bytes, fragments, exact)
         self.nbytes = laid_out[-1].end if laid_out else 0
         # Backward completes a bucket with the bucket's last parameter, which comes first in the model.
         finished = {id(parameter): at for at, (_, parameter) in enumerate(backwards)}
@@ -279,11 +284,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lay_out(
-    parameters: Sequence[NamedParameter], bucket_bytes: int, fragments: Mapping[str, int]
+    parameters: Sequence[NamedParameter],
+    bucket_bytes: int,
+    fragments: Mapping[str, int],
+    exact: Collection[str] = (),
 ) -> list[Bucket]:
     """Return buckets in the order of their bytes: section by section, in the order given.
 
-    A bucket has parameters of one fragment.
+    A bucket has parameters of one fragment, all of them exact or none.
     """
     buckets: list[Bucket] = []
     gap = begin = end = 0
@@ -293,11 +301,12 @@ def lay_out(
         for (name, parameter), following in zip_longest(section, section[1:]):
             members.append((name, parameter))
             end += _local(parameter).numel() * dtype.itemsize
-            fragment = fragments.get(name, 0)
+            fragment, is_exact = fragments.get(name, 0), name in exact
             ends = following is None or fragments.get(following[0], 0) != fragment
-            if ends or end - begin >= bucket_bytes:
+            if ends or (following[0] in exact) != is_exact or end - begin >= bucket_bytes:
+                coarse = 0 if is_exact else (end - begin) // dtype.itemsize
                 end += len(members) * dtype.itemsize
-                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment))
+                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment, coarse))
                 gap, members = end, []
                 begin = end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return buckets

@@ -20,7 +20,7 @@ from fabric.model import printable, shortened
 
 _LAYOUT = struct.Struct("<4sBBHHHIIQQQIQ")
 _DIGEST = struct.Struct("<Q")
-_MAGIC = b"FTR5"
+_MAGIC = b"FTR6"
 HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 
 # Chunks that go forward: REDUCE has a partial result, GATHER a result, SEGMENT announces memory of later
@@ -30,6 +30,7 @@ REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
 # member can read the offered memory, CREDIT says how many slots it has read.
 DEVICE_REDUCE, DEVICE_GATHER, ANSWER, CREDIT = 6, 7, 8, 9
 _PAYLOAD_DIGESTED, _RESULT_IS_STABLE, _DIGEST_FOLLOWS = 1, 2, 4
+_FORM_SHIFT, _FORM_MASK = 4, 7
 FOLLOWS = -1  # in place of a payload's digest: it stands behind the payload
 MAX_NOTICE_BYTES = 2048
 _MAX_WHY_CHARACTERS = 300
@@ -49,6 +50,7 @@ class ExchangeSpec:
     length: int  # elements of the buffer
     operation: int = 0  # a code of ``reduce_ops.OPERATION_CODES``
     result_is_stable: bool = False  # as in ``DataPlane.all_reduce``
+    form: int = 0  # a code of ``reduce_ops.EXCHANGE_FORMS``
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -83,6 +85,7 @@ def pack(header: ChunkHeader, payload_digest: int | None = None) -> bytes:
         r.world,
         (_DIGEST_FOLLOWS if follows else _PAYLOAD_DIGESTED * (payload_digest is not None))
         | _RESULT_IS_STABLE * r.result_is_stable
+        | r.form << _FORM_SHIFT
         | r.operation << 8,
         r.exchange,
         header.sequence,
@@ -109,7 +112,15 @@ def unpack(data: Payload) -> tuple[ChunkHeader, int | None]:
             "the bytes on the ring are no chunk header: the stream is corrupt or of another release"
         )
     spec = ExchangeSpec(
-        epoch, step, exchange, world, dtype, length, flags >> 8, bool(flags & _RESULT_IS_STABLE)
+        epoch,
+        step,
+        exchange,
+        world,
+        dtype,
+        length,
+        flags >> 8,
+        bool(flags & _RESULT_IS_STABLE),
+        flags >> _FORM_SHIFT & _FORM_MASK,
     )
     payload_digest = expected if flags & _PAYLOAD_DIGESTED else FOLLOWS if flags & _DIGEST_FOLLOWS else None
     return ChunkHeader(spec, kind, source, sequence, size), payload_digest
@@ -130,6 +141,10 @@ def check_expected(got: ChunkHeader, expected: ChunkHeader) -> None:
         raise Mismatch(
             f"it reduces {theirs.length} elements of type {theirs.dtype} by operation {theirs.operation}, we "
             f"{ours.length} of type {ours.dtype} by operation {ours.operation}: the replicas' models differ"
+        )
+    if theirs.form != ours.form:
+        raise Mismatch(
+            f"its elements travel in form {theirs.form}, ours in form {ours.form}: FABRIC_EXCHANGE differs"
         )
     raise Mismatch(
         f"its chunk {got.sequence} of {got.size} bytes (position {got.source} of {got.spec.world}) "

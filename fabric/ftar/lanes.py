@@ -8,7 +8,7 @@ so no two ranks wait for each other. The rings are of one kind, on the host or o
 import math
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -122,6 +122,17 @@ class LaneSection:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
     group: int = 0
+    exact: int = 0  # how many of the last pieces must not travel in fewer bytes
+
+    @property
+    def coarse(self) -> int:
+        """How many of the first elements may travel in fewer bytes. Pieces with copies may not: the rings of
+        two copies may have other links, which round otherwise."""
+        return (
+            0
+            if self.group
+            else sum(piece.region.elements for piece in self.pieces[: len(self.pieces) - self.exact])
+        )
 
     @property
     def elements(self) -> int:
@@ -146,15 +157,29 @@ class RankLanes:
 
     ``place``: the index of its replica in the layouts. ``row``: what the rank holds. A piece lies in several
     of its lanes where other replicas have more copies; the rank takes the result of the lowest copy.
+    ``exact``: the names of what must not travel in fewer bytes; it comes last.
     """
 
-    def __init__(self, lanes: Sequence[Lane], place: int, rank: int, row: Sequence[HeldParameter]) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        place: int,
+        rank: int,
+        row: Sequence[HeldParameter],
+        exact: Collection[str] = (),
+    ) -> None:
         self.lanes = tuple(lanes)
         self.numbers = lanes_of_rank(lanes, place, rank)
         self._places = FlatPlaces(row)
         dtypes = {held.dtype: dtype_of(held) for held in row}
         self.sections = tuple(
-            LaneSection(number, dtypes[word], tuple(pieces), group)
+            LaneSection(
+                number,
+                dtypes[word],
+                tuple(sorted(pieces, key=lambda piece: piece.name in exact)),
+                group,
+                sum(piece.name in exact for piece in pieces),
+            )
             for number in self.numbers
             for (word, group), pieces in sorted(_by_kind(lanes[number]).items())
         )
@@ -232,6 +257,7 @@ class LaneDirectory:
     rank: int
     layout: ReplicaLayout
     text: str
+    exact: frozenset[str] = frozenset()  # the names of what must not travel in fewer bytes
     _epochs: dict[int, EpochLanes] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -285,7 +311,7 @@ class LaneDirectory:
     def _make(self, record: Record) -> EpochLanes:
         lanes = _lanes_of_roster(tuple(x.cuts for x in record.roster))
         place = record.names.index(self.replica)
-        rank_lanes = RankLanes(lanes, place, self.rank, self.layout.ranks[self.rank])
+        rank_lanes = RankLanes(lanes, place, self.rank, self.layout.ranks[self.rank], self.exact)
         after = (place + 1) % len(record.roster)
         rings = tuple(
             LaneRing(number, lanes[number].holders[after], record.roster[after])
@@ -394,10 +420,12 @@ class LanePlane:
             memory = self._memory[key] = ring.allocate(nbytes).view(section.dtype)
         return memory[:size]
 
-    def reduce_lane(self, lane: int, epoch: int, step: int, part: torch.Tensor) -> None:
+    def reduce_lane(
+        self, lane: int, epoch: int, step: int, part: torch.Tensor, reduction: Reduction = SUM
+    ) -> None:
         """Sum ``part`` over the lane's ranks, in place: see ``DataPlane.all_reduce``."""
         ring = self._ring(lane)
-        ring.all_reduce(epoch, step, part, retain_gradients=False)
+        ring.all_reduce(epoch, step, part, reduction=reduction, retain_gradients=False)
         self._waiting_s, self._sending_s = ring.waiting_s, ring.sending_s
 
     def all_reduce(

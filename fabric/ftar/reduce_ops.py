@@ -4,6 +4,10 @@ A reduction is a left fold over the members in ring order; on the host ``piece_m
 of 16 bits are folded in float32 and rounded to nearest even once, at the end. So a partial sum of several
 members travels as float32, called *wide*. Integers wrap around, and have no mean. If any member's element is
 NaN, the result is NaN.
+
+Over a link of bytes float32 elements of a sum may travel in a *form* of fewer bytes (piece_moves.c): see
+``Reduction.exchange``. Each sum is added in float32. The result is rounded to the form once, by the member
+that computed it, on every kind of link. What was rounded is exact in the form, so all members get its bits.
 """
 
 import math
@@ -23,6 +27,8 @@ _BLOCK = 16 * 1024
 
 # The number of each operation on the wire. New operations may be added, but a number is never reused.
 OPERATION_CODES = {"sum": 0, "mean": 1, "min": 2, "max": 3}
+# The number of each form on the wire, 0 for elements as they are. "int8": blocks of int8 with their scales.
+EXCHANGE_FORMS = {"float32": 0, "bfloat16": DTYPE_CODES[torch.bfloat16], "int8": 7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +36,15 @@ class Reduction:
     """One of ``sum``, ``mean``, ``min``, ``max``; ``mean`` is the sum divided by ``weight``.
 
     Members multiply by their own weights before they reduce. ``weight`` is the total weight, which must be
-    equal on all members: no check compares it. Raises ConfigError for any other operation.
+    equal on all members: no check compares it. ``exchange``: the form in which the first ``coarse`` elements
+    travel, if they are float32 and summed. The other elements are exact. Raises ConfigError for any other
+    operation.
     """
 
     operation: str = "sum"
     weight: float = 1.0
+    exchange: str = "float32"
+    coarse: int = 0
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATION_CODES:
@@ -50,6 +60,11 @@ class Reduction:
     def code(self) -> int:
         """The operation's number on the wire."""
         return OPERATION_CODES[self.operation]
+
+    def form(self, dtype: torch.dtype) -> int:
+        """The number of the form of the ``coarse`` elements; 0: they travel as they are."""
+        sums = dtype == torch.float32 and self.operation in ("sum", "mean")
+        return EXCHANGE_FORMS[self.exchange] if sums and self.coarse else 0
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise ConfigError if this operation cannot reduce elements of ``dtype``."""

@@ -68,30 +68,39 @@ def segment_bounds(length: int, world: int) -> list[tuple[int, int]]:
     return [(edges[i], edges[i + 1]) for i in range(world)]
 
 
-def schedule(length: int, world: int, position: int, chunk_elements: int, group: int = 0) -> Schedule:
+def schedule(
+    length: int, world: int, position: int, chunk_elements: int, group: int = 0, cut: int = 0
+) -> Schedule:
     """Return the pieces that member ``position`` of ``world`` sends and receives for ``length`` elements.
 
     ``chunk_elements`` is rounded down to a multiple of ALIGNMENT, but is never zero. ``group``: so many
     pieces of each segment go through all hops before the next ones begin (0: all of them). A device keeps a
-    partial sum until it is passed on, so its memory never holds more than two groups.
+    partial sum until it is passed on, so its memory never holds more than two groups. No piece has elements
+    on both sides of element ``cut``.
     """
     chunk = max(ALIGNMENT, chunk_elements // ALIGNMENT * ALIGNMENT)
     bounds = segment_bounds(length, world)
     # Of the 2(N-1) hops of N members N-1 reduce and N-1 gather. A piece received at hop k is sent at hop k+1.
-    receives = _pieces(bounds, (position - 1) % world, chunk, group, {})
+    receives = _pieces(bounds, (position - 1) % world, chunk, group, cut, {})
     arrivals = {(piece.hop + 1, piece.start): piece.sequence for piece in receives}
-    return Schedule(_pieces(bounds, position, chunk, group, arrivals), receives)
+    return Schedule(_pieces(bounds, position, chunk, group, cut, arrivals), receives)
 
 
 def _pieces(
-    bounds: list[tuple[int, int]], first: int, chunk: int, group: int, arrivals: dict[tuple[int, int], int]
+    bounds: list[tuple[int, int]],
+    first: int,
+    chunk: int,
+    group: int,
+    cut: int,
+    arrivals: dict[tuple[int, int], int],
 ) -> list[RingPiece]:
     world = len(bounds)
     rows = []
     for hop in range(2 * (world - 1)):
         start, stop = bounds[(first - hop) % world]
-        for number, low in enumerate(range(start, stop, chunk)):
-            rows.append((number // group if group else 0, hop, low, min(low + chunk, stop)))
+        lows = [*range(start, min(stop, cut), chunk), *range(max(start, cut), stop, chunk)]
+        for number, (low, high) in enumerate(zip(lows, [*lows[1:], stop], strict=False)):
+            rows.append((number // group if group else 0, hop, low, high))
     return [
         RingPiece(
             sequence,

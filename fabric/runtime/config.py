@@ -81,6 +81,7 @@ ADAPT_MODES = ("off", "advise", "act")
 _CHOICES = {
     "adapt": ADAPT_MODES,
     "data_plane": ("auto", "tcp", "nccl"),
+    "exchange": ("float32", "bfloat16", "int8"),
     "log": FORMATS,
     "on_exception": ("fail", "restart"),
     "on_nan": ("propagate", "stop", "skip"),
@@ -137,6 +138,7 @@ class Settings:
     user_code_s: float = 1800.0  # how long other members wait for a member in user code
     autonomy_s: float = 1800.0  # how long to step without any lighthouse
     data_plane: str = "auto"  # "auto" (members on one host share memory), "tcp" or "nccl"
+    exchange: str = "float32"  # as what gradients of float32 travel over TCP: "bfloat16" or "int8" in blocks
     digest_every: int = 10  # steps from one digest of the state to the next
     snapshot_share: float = 0.02  # share of the step time that snapshots may cost
     snapshot_every: str = "10m"  # greatest age of the newest snapshot; or "100": exactly every 100 steps
@@ -165,6 +167,11 @@ class Settings:
         if journal is not None:
             journal = journal.parent / f"rank{rank}" / journal.name
         return replace(self, run_dir=self.home / f"rank{rank}", journal=journal)
+
+    @property
+    def agreed(self) -> dict[str, str]:
+        """The settings that must be equal on all members of a job, by name."""
+        return {"on_nan": self.on_nan, "exchange": self.exchange}
 
     @property
     def min_replicas(self) -> int:

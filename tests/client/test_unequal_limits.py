@@ -1,11 +1,11 @@
-"""What ``attach`` refuses with FABRIC_UNEQUAL, and which entries of modules each rank counts."""
+"""What ``attach`` refuses with FABRIC_UNEQUAL and FABRIC_EXCHANGE; which entries each rank counts."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fabric.client.attach import _lanes, _ModuleEntries
+from fabric.client.attach import _exact, _lanes, _ModuleEntries
 from fabric.client.gradients.forward_buffers import ForwardBuffers, choose_buffers
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import ConfigError
@@ -19,6 +19,52 @@ def test_a_communicator_of_nccl_is_refused():
     settings, bare = SimpleNamespace(unequal=True, data_plane="nccl"), torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="nccl, which does not go with FABRIC_UNEQUAL: use auto or tcp"):
         _lanes(settings, ALONE, parameters, ForwardBuffers(bare, choose_buffers(bare, "average")))
+
+
+class _Ranks:
+    """The ranks of a replica, of which the others have said ``others``."""
+
+    def __init__(self, *others: dict) -> None:
+        self.others = others
+
+    def gather(self, value: dict) -> list[dict]:
+        return [value, *self.others]
+
+
+PAIR = [("shared", torch.nn.Parameter(torch.empty(2))), ("own", torch.nn.Parameter(torch.empty(3)))]
+CARRIED = [("buffer:mean", torch.nn.Parameter(torch.empty(1)))]
+
+
+def exact_of(exchange: str, *others: dict) -> set[str]:
+    process = SimpleNamespace(group=_Ranks(*others) if others else None)
+    return set(_exact(SimpleNamespace(exchange=exchange), process, PAIR, CARRIED))
+
+
+def parts_of(*parameters: tuple[str, torch.nn.Parameter]) -> list[str]:
+    told: list[dict] = []
+    group = SimpleNamespace(gather=lambda value: told.append(value) or [value])
+    _exact(SimpleNamespace(exchange="int8"), SimpleNamespace(group=group), list(parameters), [])
+    return told[0]["parts"]
+
+
+def test_what_travels_with_gradients_and_what_other_ranks_hold_too_stays_exact():
+    assert exact_of("float32") == set()
+    assert exact_of("int8") == {"buffer:mean"}
+    assert exact_of("float32", {"exchange": "float32", "parts": []}) == set()
+    assert exact_of("int8", {"exchange": "int8", "parts": parts_of(PAIR[0])}) == {"buffer:mean", "shared"}
+    other = ("own", torch.nn.Parameter(torch.empty(4)))
+    assert exact_of("int8", {"exchange": "int8", "parts": parts_of(other)}) == {"buffer:mean"}
+
+
+def test_fewer_bytes_are_refused_where_ranks_differ_or_hold_the_same_parameters():
+    with pytest.raises(
+        ConfigError, match="FABRIC_EXCHANGE is int8 at rank 1 and float32 at rank 0: set it eq"
+    ):
+        exact_of("float32", {"exchange": "int8", "parts": []})
+    with pytest.raises(
+        ConfigError, match="FABRIC_EXCHANGE is bfloat16, and other ranks of this replica hold all"
+    ):
+        exact_of("bfloat16", {"exchange": "bfloat16", "parts": parts_of(*PAIR)})
 
 
 def test_averaged_buffers_are_part_of_the_announced_layout():

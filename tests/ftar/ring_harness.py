@@ -10,9 +10,9 @@ import torch
 
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.host.exchange_buffers import raw
-from fabric.ftar.host.piece_moves import fold
+from fabric.ftar.host.piece_moves import DIGEST_BYTES, Outlet, coded_bytes, digest, fold
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce_ops import SUM, Reduction
+from fabric.ftar.reduce_ops import EXCHANGE_FORMS, SUM, Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES
 
 Pairs = list[tuple[socket.socket, socket.socket]]
@@ -164,6 +164,25 @@ def combine(
     """One step of a sum by the compiled arithmetic: ``out = received (+) own``."""
     types = [DTYPE_CODES[x.dtype] for x in (own, received, out)]
     fold((raw(received),), raw(own), raw(out), *types, reduction.code, reduction.weight, last)
+
+
+def coded(values: torch.Tensor, form: str) -> bytes:
+    """The bytes of ``values`` in a form, as an Outlet sends them."""
+    near, far = tcp_pair()
+    with near, far:
+        near.setblocking(False)
+        far.settimeout(WAIT_S)
+        outlet, code = Outlet(near.fileno()), EXCHANGE_FORMS[form]
+        room = memoryview(bytearray(coded_bytes(code, values.numel())))
+        outlet.begin(b"", room, True, True, code, raw(values))
+        came = b""
+        while len(came) < len(room) + DIGEST_BYTES:
+            if outlet.may_send():
+                outlet.pump()
+            came += far.recv(1 << 20)
+    assert came[-DIGEST_BYTES:] == digest(came[:-DIGEST_BYTES])
+    assert came[:-DIGEST_BYTES] == bytes(room)
+    return came[:-DIGEST_BYTES]
 
 
 def random_tensor(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

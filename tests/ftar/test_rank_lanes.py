@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from ftar.lane_harness import start
+from ftar.lane_harness import Process, start
 from ftar.lane_layouts import COLUMNS, MODEL, ROWS, SINGLE, gradient_of, member
 from ring_harness import WAIT_S, socket_ring, wait_until
 
@@ -35,7 +35,18 @@ def wide(*columns: tuple[int, int]) -> ReplicaLayout:
     )
 
 
+def with_counter(layout: ReplicaLayout) -> ReplicaLayout:
+    """The layout, and at its last rank a parameter that no other rank has."""
+    counter = HeldParameter("counter", "float32", (5,), TensorRegion.whole((5,)))
+    return ReplicaLayout((*layout.ranks[:-1], (*layout.ranks[-1], counter)))
+
+
+def held_cut(process: Process) -> TensorRegion:
+    return next(x.region for x in process.layout.ranks[process.rank] if x.name == "cut")
+
+
 WIDE_SINGLE, WIDE_COLUMNS = wide((0, 90)), wide((0, 10), (10, 80))
+WIDE_COUNTED = with_counter(WIDE_SINGLE)
 
 
 @pytest.mark.parametrize("links", ["shm", "tcp"])
@@ -85,6 +96,37 @@ def test_all_copies_of_a_piece_have_equal_bits():
     assert all(torch.equal(first, copy) for copy in copies.values())
     for process in processes:
         process.plane.close()
+
+
+@pytest.mark.parametrize("links", [("tcp", "shm"), ("mixed", "tcp")])
+def test_in_fewer_bytes_copies_stay_equal_and_exact_pieces_exact_whatever_the_links(links):
+    layouts = {"r0": with_counter(WIDE_COLUMNS), "r1": with_counter(WIDE_SINGLE), "r2": WIDE_COUNTED}
+    processes = start(layouts, links, exact={"counter"})
+    gradients = {}
+    for seed, replica in enumerate(layouts):
+        generator = torch.Generator().manual_seed(seed)
+        gradients[replica] = {n: torch.randn(shape, generator=generator) * 1e-6 for n, shape in WIDE.items()}
+        gradients[replica]["counter"] = torch.full((5,), 2.0**20 + seed)
+        for process in (p for p in processes if p.replica == replica):
+            process.fill(gradients[replica])
+    with ThreadPoolExecutor(len(processes)) as pool:
+        for future in [pool.submit(p.reduce, exchange="int8") for p in processes]:
+            future.result(WAIT_S)
+    sums = {name: sum(g[name].double() for g in gradients.values()) for name in gradients["r0"]}
+    whole = next(p for p in processes if p.replica == "r1")
+    for process in processes:
+        places = FlatPlaces(process.layout.ranks[process.rank])
+        for held in places.regions():
+            part = places.view(process.flat, held.name, held.region)
+            other = FlatPlaces(whole.layout.ranks[0]).view(whole.flat, held.name, held.region)
+            assert torch.equal(part, other), (process.replica, process.rank, held.name)
+            exact = sums[held.name][held.region.within(TensorRegion.whole(held.shape))]
+            if held.name == "counter":
+                assert torch.equal(part.double(), exact)
+            else:
+                assert torch.allclose(part.double(), exact, atol=2e-7)
+        process.plane.close()
+    assert not torch.equal(places.view(process.flat, "cut", held_cut(process)), sums["cut"].float())
 
 
 def test_equal_layouts_have_one_ring_and_one_exchange_per_type():

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from ring_harness import WAIT_S, RingMembers, names, same_bits, socket_ring, tcp_pair, wait_until
+from ring_harness import WAIT_S, RingMembers, coded, names, same_bits, socket_ring, tcp_pair, wait_until
 
 from fabric.errors import RoundAborted
 from fabric.ftar.chunk_headers import (
@@ -30,6 +30,7 @@ from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.host.piece_moves import DIGEST_BYTES, digest
 from fabric.ftar.host.shm_segments import OwnSegments
 from fabric.ftar.plane import Ring
+from fabric.ftar.reduce_ops import EXCHANGE_FORMS, Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES
 
 FLOAT = DTYPE_CODES[torch.float32]
@@ -40,8 +41,8 @@ SMALL_CHUNK_BYTES = HEADER_BYTES + 64 + DIGEST_BYTES
 class ScriptedNeighbour:
     """Plays all other members of a ring of two or three for one real plane at position 0."""
 
-    def __init__(self, world: int = 2, epoch: int = 5, **options) -> None:
-        self.world, self.epoch = world, epoch
+    def __init__(self, world: int = 2, epoch: int = 5, form: str = "float32", **options) -> None:
+        self.world, self.epoch, self.form = world, epoch, form
         ours_next, self.reader = tcp_pair()
         ours_previous, self.writer = tcp_pair()
         self.plane = CpuRing(**{"exchange_s": 5.0, **options})
@@ -57,11 +58,17 @@ class ScriptedNeighbour:
 
     def chunk(self, sequence: int, values: torch.Tensor, **changes) -> bytes:
         """A chunk as the previous member would send it for 32 float32 in a ring of two."""
-        payload = bytes(values.numpy().data)
+        payload = bytes(values.numpy().data) if self.form == "float32" else coded(values, self.form)
         epoch, step = changes.get("epoch", self.epoch), changes.get("step", 3)
         fields = {
             "spec": ExchangeSpec(
-                epoch, step, changes.get("exchange", 0), self.world, FLOAT, changes.get("length", 32)
+                epoch,
+                step,
+                changes.get("exchange", 0),
+                self.world,
+                FLOAT,
+                changes.get("length", 32),
+                form=changes.get("form", EXCHANGE_FORMS[self.form]),
             ),
             "kind": changes.get("kind", GATHER if sequence else REDUCE),
             "source": changes.get("source", self.world - 1),
@@ -76,25 +83,38 @@ class ScriptedNeighbour:
 
     def reduce(self) -> torch.Tensor:
         buffer = torch.full((32,), 2.0)
-        self.plane.all_reduce(self.epoch, 3, buffer, retain_gradients=False)
+        reduction = Reduction(exchange=self.form, coarse=32)
+        self.plane.all_reduce(self.epoch, 3, buffer, reduction=reduction, retain_gradients=False)
         return buffer
 
 
-def test_the_scripted_neighbour_can_complete_an_exchange():
-    with ScriptedNeighbour() as script:
+FORMS = pytest.mark.parametrize("form", EXCHANGE_FORMS)
+
+
+def close(result: torch.Tensor, form: str) -> bool:
+    """Whether ``result`` is the sum that ``good`` leads to, exactly or as the form rounds it."""
+    expected = torch.full((32,), 3.0)
+    return same_bits(result, expected) if form == "float32" else torch.allclose(result, expected, rtol=1e-4)
+
+
+@FORMS
+def test_the_scripted_neighbour_can_complete_an_exchange(form):
+    with ScriptedNeighbour(form=form) as script:
         script.writer.sendall(script.good())
-        assert same_bits(script.reduce(), torch.full((32,), 3.0))
+        assert close(script.reduce(), form)
 
 
 @pytest.mark.parametrize(
     "old", [{"epoch": 4}, {"step": 2}, {"epoch": 4, "step": 9}, {"epoch": 1, "length": 7}]
 )
-def test_chunks_of_an_old_round_are_recognised_and_never_added(old):
-    with ScriptedNeighbour() as script:
+@FORMS
+def test_chunks_of_an_old_round_are_recognised_and_never_added(old, form):
+    with ScriptedNeighbour(form=form) as script:
         stale = script.chunk(0, torch.full((16,), 1e9), **old)
-        script.writer.sendall(stale + stale + script.good()[:SMALL_CHUNK_BYTES])
-        script.writer.sendall(stale + script.good()[SMALL_CHUNK_BYTES:])
-        assert same_bits(script.reduce(), torch.full((32,), 3.0))
+        size = len(script.good()) // 2
+        script.writer.sendall(stale + stale + script.good()[:size])
+        script.writer.sendall(stale + script.good()[size:])
+        assert close(script.reduce(), form)
 
 
 def test_a_flood_of_old_chunks_does_not_hold_off_the_deadline():
@@ -130,6 +150,7 @@ def test_a_flood_of_old_chunks_does_not_hold_off_the_deadline():
         ({"step": 4}, "step 4 of epoch 5, we are"),
         ({"exchange": 1}, "exchange 1 of step 3"),
         ({"length": 33}, "models differ"),
+        ({"form": EXCHANGE_FORMS["int8"]}, "FABRIC_EXCHANGE differs"),
         ({"source": 0}, "rings differ"),
         ({"kind": GATHER}, "was due"),
         ({"size": 0}, "announces 0 bytes"),
@@ -151,11 +172,12 @@ def test_a_chunk_of_another_size_is_refused():
             script.reduce()
 
 
-def test_any_flipped_bit_aborts_and_names_the_sender():
-    with ScriptedNeighbour() as probe:
+@FORMS
+def test_any_flipped_bit_aborts_and_names_the_sender(form):
+    with ScriptedNeighbour(form=form) as probe:
         stream = probe.good()
-    for bit in range(0, SMALL_CHUNK_BYTES * 8, 3):
-        with ScriptedNeighbour() as script:
+    for bit in range(0, len(stream) // 2 * 8, 3):
+        with ScriptedNeighbour(form=form) as script:
             bad = bytearray(stream)
             bad[bit // 8] ^= 1 << bit % 8
             script.writer.sendall(bad)
@@ -165,8 +187,9 @@ def test_any_flipped_bit_aborts_and_names_the_sender():
             assert aborted.value.about == "m1", bit
 
 
-def test_a_flipped_bit_of_the_gathered_result_is_noticed_too():
-    with ScriptedNeighbour() as script:
+@FORMS
+def test_a_flipped_bit_of_the_gathered_result_is_noticed_too(form):
+    with ScriptedNeighbour(form=form) as script:
         bad = bytearray(script.good())
         bad[-5 - DIGEST_BYTES] ^= 4
         script.writer.sendall(bad)

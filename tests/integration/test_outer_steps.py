@@ -167,6 +167,19 @@ def test_a_killed_replica_comes_back_at_the_global_parameters(zygote, tmp_path, 
         assert said(job, "r1", "begins")[begun] == said(job, "r0", "global")[begun]
 
 
+def test_pseudo_gradients_in_fewer_bytes_leave_equal_states_after_a_kill(zygote, tmp_path):
+    tcp = environment(STREAMING, FABRIC_EXCHANGE="int8", FABRIC_DATA_PLANE="tcp")
+    with Job(zygote, tmp_path, replicas=2, environment=tcp) as job:
+        job.start("r0")
+        job.start("r1", points="ring@4=kill")
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 2}, job.logs()
+    plain = PlainLoop(STREAMING)
+    plain.run()
+    before = {step: value for step, value in said(job, "r0", "global").items() if step <= 2}
+    assert before and before != {step: plain.globals[step] for step in before}, "fewer bytes leave other bits"
+
+
 @pytest.mark.parametrize("point", first_here("client/test_outer_loop.py", ["ring", "after-barrier"]))
 def test_a_stopped_replica_is_evicted_and_comes_back_in_the_same_process(zygote, tmp_path, point):
     with Job(zygote, tmp_path, replicas=3, environment=environment(STREAMING)) as job:

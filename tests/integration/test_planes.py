@@ -43,6 +43,28 @@ def test_members_on_one_host_share_memory_by_themselves_and_survive_a_kill_in_th
         assert planes(job, "r0", 1) == {("shm", "shm")}
 
 
+@pytest.mark.parametrize("exchange", ["bfloat16", "int8"])
+def test_replicas_in_fewer_bytes_end_in_equal_states_after_a_kill_in_the_ring(zygote, tmp_path, exchange):
+    """r2 is set to TCP: two links carry fewer bytes, and the third one shares memory."""
+    with Job(zygote, tmp_path, environment={"FABRIC_EXCHANGE": exchange}) as job:
+        job.start("r0")
+        job.start("r1", points="ring@12=kill")
+        job.start("r2", FABRIC_DATA_PLANE="tcp")
+        finish_and_check(job)
+        assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()
+        assert {side for pair in planes(job, "r2", settled(job)) for side in pair} == {"tcp"}
+
+
+def test_a_replica_of_another_exchange_type_is_refused_by_name(zygote, tmp_path):
+    with Job(zygote, tmp_path, replicas=2, environment={"TINY_STEPS": "200"}) as job:
+        job.start("r0")
+        job.wait_for(lambda: server_port(job, "r0"), "r0 to be a member")
+        job.start("r1", FABRIC_EXCHANGE="int8")
+        job.wait_for(lambda: job.ended("r1") is not None, "the end of r1")
+        assert job.ended("r1") == 1, job.logs()
+        assert "(FABRIC_EXCHANGE is int8 here and float32 there)" in job.said("r1")
+
+
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_a_ring_may_be_mixed_and_loses_a_member_in_the_midst_of_an_exchange(zygote, tmp_path, action):
     """r2 is set to TCP, so its two links use TCP, and the link between r0 and r1 uses shared memory."""

@@ -126,7 +126,7 @@ def test_a_wait_within_backward_is_refused(replica):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"should_quantize": True}, "quantizes nothing"),
+        ({"should_quantize": True}, "set FABRIC_EXCHANGE=int8"),
         ({"reduce_op": ReduceOp.SUM}, r"use ReduceOp\.AVG"),
         ({"tensor": torch.ones(5)}, r"shape \(5,\) that is the .grad of none"),
     ],

@@ -96,7 +96,7 @@ def test_the_methods_of_single_steps_are_refused_within_the_context():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"should_quantize": True}, "should_quantize=True"),
+        ({"should_quantize": True}, "should_quantize=True: leave it out, and set FABRIC_EXCHANGE=int8"),
         ({"bucket_size": 3}, "bucket_size="),
         ({"outers": 2}, "2 outer optimizers"),
         ({"fragments": 0}, "no model_fragments"),

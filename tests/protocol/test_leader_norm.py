@@ -53,6 +53,14 @@ def test_a_stranger_that_speaks_first_after_a_fail_over_is_refused_and_no_member
     assert stands(lighthouse, "b") and not refused(lighthouse, "b")
 
 
+def test_members_of_unequal_exchange_types_are_named():
+    lighthouse = Lighthouse(record_of("a b", epoch=7))
+    member(lighthouse, "a", data="on_nan stop exchange float32")
+    ask(lighthouse, "c", None, data="on_nan stop exchange int8")
+    (why,) = refused(lighthouse, "c")
+    assert "c has other data settings than a (FABRIC_EXCHANGE is int8 here and float32 there)" in why
+
+
 def test_a_stranger_that_speaks_while_every_session_is_away_is_refused_and_no_member_is():
     lighthouse = started("a b")
     for name in "ab":

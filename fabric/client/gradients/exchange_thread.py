@@ -26,6 +26,7 @@ from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
 from fabric.ftar.lanes import LaneDirectory, LanePlane
 from fabric.ftar.plane import DataPlane
+from fabric.ftar.reduce_ops import Reduction
 from fabric.model import StepTimes
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
@@ -137,6 +138,7 @@ class ExchangeThread:
         self.retain = retain or not isinstance(backend, HostBackend)
         self.backend = backend
         self.lanes: LaneDirectory | None = None  # set where replicas may have unequal layouts
+        self.travels_as = "float32"  # see ``Reduction.exchange``
         self._check_finite = check_finite
         self._plane = plane
         self._gradients = gradients
@@ -312,7 +314,8 @@ class ExchangeThread:
             run(partial(lanes.rank_lanes.gather, section, flat, part))
         for section, part in zip(sections, parts, strict=True):
             with self._reducing(entry):
-                plane.reduce_lane(section.lane, epoch, order.step, part)
+                how = Reduction(exchange=self.travels_as, coarse=section.coarse)
+                plane.reduce_lane(section.lane, epoch, order.step, part, how)
             self.backend.digest_part(part, section.lane)
             run(partial(lanes.rank_lanes.scatter, section, part, flat))
         return f"{lanes.name}{self.backend.parts_digest():016x}"
@@ -330,6 +333,7 @@ class ExchangeThread:
                 order.fence.epoch,
                 order.step,
                 bucket.view(flat),
+                reduction=Reduction(exchange=self.travels_as, coarse=bucket.coarse),
                 retain_gradients=False,
                 result_is_stable=True,
             )

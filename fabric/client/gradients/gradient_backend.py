@@ -296,6 +296,11 @@ def choose_backend(
             return CpuRing(exchange_s=settings.exchange_s, shared_memory=shares, on_piece=on_piece)
 
         return make_ring() if lanes is None else LanePlane(make_ring), HostBackend()
+    if settings.exchange != "float32":
+        raise ConfigError(
+            f"FABRIC_EXCHANGE is {settings.exchange} and the parameters are on a GPU, whose gradients travel "
+            "in their own type: leave it out"
+        )
     device = CudaDevice(where)
     if settings.data_plane == "nccl":
         return GroupPlane(NcclFactory(device.device), device.owns, settings.exchange_s), DeviceBackend(

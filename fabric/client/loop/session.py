@@ -251,7 +251,7 @@ class Session(LoopCalls):
         progress, steps = self._progress, self._data
         steps.enter(data, until, first_step)
         progress.begin, progress.until = steps.begin, until
-        plan = steps.plan({"on_nan": self.settings.on_nan})
+        plan = steps.plan(self.settings.agreed)
         if not self._engine.is_running:
             self.orders.samples = steps.samples
             self._start(plan, steps.describe(), {"until": until}, data.sharing, data.data_slot)
@@ -337,7 +337,7 @@ class Session(LoopCalls):
         sampler = self._sampler
         data = sampler.describe() if sampler is not None else {"micro_batches": EXCHANGE_TOKENS}
         data_slot = sampler.part.data_slot if sampler is not None else -1
-        described = described_as({**data, "on_nan": self.settings.on_nan})
+        described = described_as({**data, **self.settings.agreed})
         self._plan = DataPlan(data["micro_batches"], described)
         self._start(self._plan, data, more, Sharing("shrink", data["micro_batches"]), data_slot)
 
@@ -436,7 +436,7 @@ class Session(LoopCalls):
         parts.snapshot_worker.submit(parts.slots.reserve)
         is_sliced = self._data.until > 0  # else the loop calls ``exchange``
         part = self._data.loader.slice.index if is_sliced else self._process.rank
-        agreed = {**data, **more, "on_nan": settings.on_nan}  # settings that must be equal on all members
+        agreed = {**data, **more, **settings.agreed}  # settings that must be equal on all members
         described, step = described_as(agreed), self.committed_step
         try:
             begin(

@@ -167,11 +167,16 @@ class HostExchange(RingExchange[RingLinks]):
         self._spec, self._free = spec, plan.free
         ring = links.ring
 
-        def header(source: int, piece: RingPiece) -> ChunkHeader:
+        def header(source: int, size: Callable[[RingPiece], int], piece: RingPiece) -> ChunkHeader:
             kind = GATHER if piece.gather else REDUCE
-            return ChunkHeader(spec, kind, source, piece.sequence, operands.nbytes(piece))
+            return ChunkHeader(spec, kind, source, piece.sequence, size(piece))
 
-        sent, expected = partial(header, ring.position), partial(header, (ring.position - 1) % ring.world)
+        sent = partial(header, ring.position, operands.carried if links.outbox is None else operands.nbytes)
+        expected = partial(
+            header,
+            (ring.position - 1) % ring.world,
+            operands.carried if links.inbox is None else operands.nbytes,
+        )
         receiver: ByteReceiver | ReferenceReceiver
         arrivals = None
         if links.inbox is None:
@@ -283,6 +288,7 @@ class CpuRing(EpochPlane[RingLinks]):
             source.numel(),
             reduction.code,
             result_is_stable,
+            reduction.form(source.dtype),
         )
         if links.ring.world == 1:
             reduction.alone(source, result)
@@ -310,7 +316,8 @@ class CpuRing(EpochPlane[RingLinks]):
     ) -> None:
         ring = links.ring
         chunk_elements = self._chunk_bytes // source.element_size()
-        plan = schedule(source.numel(), ring.world, ring.position, chunk_elements)
+        cut = min(reduction.coarse, source.numel()) if spec.form else 0
+        plan = schedule(source.numel(), ring.world, ring.position, chunk_elements, cut=cut)
         by_reference = links.outbox is not None and links.inbox is not None
         readable = range(*segment_bounds(source.numel(), ring.world)[ring.position])
         if by_reference and ring.world > 2:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fabric.ftar.host.piece_moves import fold
+from fabric.ftar.host.piece_moves import coded_bytes, fold
 from fabric.ftar.host.shm_segments import OwnSegments, SegmentRef, SharedSegment
 from fabric.ftar.reduce_ops import Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
@@ -21,8 +21,8 @@ from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
 class StagingMemory:
     """Staging memory by use, allocated when first needed and kept for later exchanges.
 
-    It is shared memory, because a neighbour reads it. Only float32 partial results of a ring whose links all
-    carry bytes lie in plain memory.
+    It is shared memory, because a neighbour reads it. Only what goes over links of bytes alone lies in plain
+    memory: float32 partial results, and pieces in a form.
     """
 
     def __init__(self, segments: OwnSegments) -> None:
@@ -58,6 +58,11 @@ class Operands:
     wide: torch.Tensor | None = None  # partial results in float32, where this member keeps partial results
     staged: torch.Tensor | None = None  # copy of own elements for other members, None without staging
     staged_from: int = 0  # the first element of ``staged``
+    form: int = 0  # the form in which the first ``coarse`` elements travel over links of bytes
+    coarse: int = 0
+    # Memory for pieces that travel on in a form. Each lies where its elements would lie in float32, and never
+    # needs more room than they, but for one element alone.
+    onward: torch.Tensor | None = None
     digests: dict[int, bytes] = field(default_factory=dict)  # of pieces to send on, by first element
     # (first element, whether the piece is a result) -> references to the piece in other members' memory, to
     # pass on.
@@ -66,6 +71,21 @@ class Operands:
     def nbytes(self, piece: RingPiece) -> int:
         """Return the bytes of ``piece`` while it travels."""
         return (piece.stop - piece.start) * self.wire_dtype(piece).itemsize
+
+    def form_of(self, piece: RingPiece) -> int:
+        """Return the form in which ``piece`` travels over a link of bytes; 0: as it is."""
+        return self.form if piece.start < self.coarse else 0
+
+    def carried(self, piece: RingPiece) -> int:
+        """Return the bytes of ``piece`` on a link of bytes."""
+        form = self.form_of(piece)
+        return coded_bytes(form, piece.stop - piece.start) if form else self.nbytes(piece)
+
+    def coded(self, piece: RingPiece) -> memoryview | None:
+        """Return the memory in which ``piece`` travels on in its form; None where it does not."""
+        if self.onward is None or not self.form_of(piece):
+            return None
+        return raw(self.onward[piece.start : piece.stop + 1])[: self.carried(piece)]
 
     def outgoing(self, piece: RingPiece) -> torch.Tensor:
         """Return the elements to send as ``piece``."""
@@ -117,7 +137,8 @@ class Operands:
         own, total, how = self.source[piece.start : piece.stop], self.total(piece), self.reduction
         element, first, kept = (DTYPE_CODES[x.dtype] for x in (own, received[0], total))
         parts = tuple(raw(part) for part in received)
-        fold(parts, raw(own), raw(total), element, first, kept, how.code, how.weight, piece.last)
+        form = self.form_of(piece) if piece.last else 0
+        fold(parts, raw(own), raw(total), element, first, kept, how.code, how.weight, piece.last, form)
         self.arrived(piece)
 
     def wire_dtype(self, piece: RingPiece) -> torch.dtype:
@@ -152,8 +173,11 @@ def make_operands(
     """
     operands = Operands(source, result, reduction, work=result)
     operands.widens = world > 2 and reduction.is_wide(source.dtype)
+    operands.form, operands.coarse = reduction.form(source.dtype), reduction.coarse
     length, item_bytes = source.numel(), source.element_size()
     shared = visible is not None
+    if operands.form and not shared:
+        operands.onward = workspace.get("onward", (length + 1) * 4, shared).view(torch.float32)
     if operands.widens and partial:
         operands.wide = workspace.get("wide", length * 4, shared).view(torch.float32)
     if visible is not None:

@@ -7,6 +7,9 @@
  * before the block is sent. So the digest stands behind the payload, and no byte is read from memory for its
  * digest alone.
  *
+ * Elements of float32 may travel in a form of fewer bytes. An Inlet decodes them, sums in float32, and encodes the
+ * sum; an Outlet encodes own elements just before they are sent.
+ *
  * `fold` sums what lies in several members' memory on this host, by the same arithmetic.
  *
  * The sockets are non-blocking. A call moves what can move, without the interpreter's lock, and returns. */
@@ -150,6 +153,8 @@ static void end_digest(const Digest *d, uint8_t into[DIGEST_BYTES])
 
 /* The codes of ring_schedule.DTYPE_CODES and reduce_ops.OPERATION_CODES. */
 enum { FLOAT32 = 1, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64, TYPES };
+/* A form of float32 on the wire, no type: see "Fewer bytes". */
+enum { BLOCKS = TYPES };
 enum { SUM, MEAN, MIN, MAX, OPERATIONS };
 static const Py_ssize_t ITEM_BYTES[TYPES] = {0, 4, 8, 2, 2, 4, 8};
 
@@ -308,6 +313,120 @@ static void fold(const Sum *sum, const uint8_t *received, const uint8_t *own, ui
         }
 }
 
+/* ---- Fewer bytes -----------------------------------------------------------------------------------------------
+ *
+ * A float32 element travels as BFLOAT16, rounded to nearest even, or in BLOCKS: blocks of 128 elements, from the
+ * begin of the piece on, the last one shorter. A block is its scale (float32), then a byte q for each element. The
+ * element is q times the scale, with q from -126 to 126; 127 is infinity, -127 minus infinity, -128 is NaN. The
+ * scale is the largest finite size in the block divided by 126. So one huge element rounds small ones to zero.
+ *
+ * An element changes by at most half the scale (and 2**-15 of that). Three bounds make a form exact the second time:
+ * what was decoded is encoded as the same numbers. The scale has 16 significant bits, so q times the scale is exact.
+ * It is cut off and not rounded, so the largest element has q = 126, and no product overflows. It is at least
+ * LEAST_SCALE, so nothing depends on whether this thread flushes small numbers to zero. */
+
+#define BLOCK_ELEMENTS 128
+#define SCALE_BYTES ((Py_ssize_t)sizeof(float))
+/* Elements that are decoded, summed and encoded at once: whole blocks, and whole stripes of the digest in each form. */
+#define CODED 2048
+#define MOST_FORM_BYTES (CODED * 2)
+#define LEVELS 126
+#define LEAST_SCALE 0x1p-119f
+#define INFINITE 0x7F800000u
+
+static int is_form(int form)
+{
+    return form == BFLOAT16 || form == BLOCKS;
+}
+
+/* Return the bytes of `count` elements of a type or in a form. */
+static Py_ssize_t bytes_of(int type, Py_ssize_t count)
+{
+    if (type == BLOCKS)
+        return count + (count + BLOCK_ELEMENTS - 1) / BLOCK_ELEMENTS * SCALE_BYTES;
+    return count * ITEM_BYTES[type];
+}
+
+static Py_ssize_t count_of(int type, Py_ssize_t bytes)
+{
+    Py_ssize_t block = BLOCK_ELEMENTS + SCALE_BYTES;
+    return type == BLOCKS ? bytes - (bytes + block - 1) / block * SCALE_BYTES : bytes / ITEM_BYTES[type];
+}
+
+static inline __attribute__((always_inline)) void encode_block(const f32 *from, uint8_t *into, size_t count)
+{
+    int8_t *codes = (int8_t *)into + SCALE_BYTES;
+    int32_t most = 0;
+    for (size_t i = 0; i < count; i++) {
+        int32_t size = (int32_t)(as_bits(from[i]) & 0x7FFFFFFFu), finite = size < (int32_t)INFINITE ? size : 0;
+        most = finite > most ? finite : most;
+    }
+    float scale = as_float(as_bits(as_float((uint32_t)most) / LEVELS) & 0xFFFFFF00u);
+    scale = scale > LEAST_SCALE ? scale : LEAST_SCALE;
+    float inverse = 1 / scale;
+    memcpy(into, &scale, sizeof scale);
+    for (size_t i = 0; i < count; i++) {
+        int32_t bits = (int32_t)as_bits(from[i]), size = bits & 0x7FFFFFFF;
+        /* The addition rounds to a whole number, which then lies in the low bits. */
+        int32_t code = (int32_t)as_bits(from[i] * inverse + 0x1.8p23f);
+        int32_t special = size > (int32_t)INFINITE ? -128 : bits < 0 ? -127 : 127;
+        codes[i] = (int8_t)(size < (int32_t)INFINITE ? code : special);
+    }
+}
+
+static inline __attribute__((always_inline)) void decode_block(const uint8_t *from, f32 *into, size_t count)
+{
+    const int8_t *codes = (const int8_t *)from + SCALE_BYTES;
+    float scale;
+    memcpy(&scale, from, sizeof scale);
+    for (size_t i = 0; i < count; i++) {
+        int32_t code = codes[i];
+        uint32_t special = code == -128 ? 0x7FC00000u : code < 0 ? INFINITE | 0x80000000u : INFINITE;
+        uint32_t bits = as_bits((float)code * scale);
+        into[i] = as_float(code > LEVELS || code < -LEVELS ? special : bits);
+    }
+}
+
+/* All blocks of `count` elements; whole blocks have a constant length, which the compiler can unroll. */
+#define EACH_BLOCK(BLOCK, FROM_STEP, INTO_STEP)                                                                        \
+    do {                                                                                                               \
+        for (; count >= BLOCK_ELEMENTS; count -= BLOCK_ELEMENTS, from += FROM_STEP, into += INTO_STEP)                 \
+            BLOCK(from, into, BLOCK_ELEMENTS);                                                                         \
+        if (count)                                                                                                     \
+            BLOCK(from, into, count);                                                                                  \
+    } while (0)
+#define BLOCK_CODERS(NAME, TARGET)                                                                                     \
+    TARGET static void encode_##NAME(const f32 *from, uint8_t *into, size_t count)                                     \
+    {                                                                                                                  \
+        EACH_BLOCK(encode_block, BLOCK_ELEMENTS, BLOCK_ELEMENTS + SCALE_BYTES);                                        \
+    }                                                                                                                  \
+    TARGET static void decode_##NAME(const uint8_t *from, f32 *into, size_t count)                                     \
+    {                                                                                                                  \
+        EACH_BLOCK(decode_block, BLOCK_ELEMENTS + SCALE_BYTES, BLOCK_ELEMENTS);                                        \
+    }
+BLOCK_CODERS(plain, )
+#if defined(__x86_64__)
+BLOCK_CODERS(avx2, __attribute__((target("avx2"))))
+#endif
+static void (*encode_blocks)(const f32 *, uint8_t *, size_t) = encode_plain;
+static void (*decode_blocks)(const uint8_t *, f32 *, size_t) = decode_plain;
+
+static void encode(int form, const f32 *from, uint8_t *into, size_t count)
+{
+    if (form == BLOCKS)
+        encode_blocks(from, into, count);
+    else
+        narrow(into, form, from, count);
+}
+
+static void decode(int form, const uint8_t *from, f32 *into, size_t count)
+{
+    if (form == BLOCKS)
+        decode_blocks(from, into, count);
+    else
+        wide(from, form, into, count);
+}
+
 /* ---- Receiving ------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -315,7 +434,9 @@ typedef struct {
     int fd, element, operation;
     double weight;
     Py_buffer scratch, own, into; /* a sum has `own` and `into`, a result only `into`, an old piece neither */
+    Py_buffer onward;             /* the memory of a piece that goes on in its form */
     int staged, digested;         /* whether the payload comes into `scratch` */
+    int form, last;               /* the form of the piece, 0 for none */
     Py_ssize_t size, arrived, used, trailer_arrived;
     uint8_t trailer[DIGEST_BYTES];
     Digest arrived_digest, kept_digest;
@@ -324,22 +445,55 @@ typedef struct {
 
 static size_t kept_bytes(const Inlet *in, Py_ssize_t bytes)
 {
+    if (in->form)
+        return (size_t)bytes; /* of what goes on */
     return (size_t)(bytes / ITEM_BYTES[in->sum.received] * ITEM_BYTES[in->sum.kept]);
+}
+
+/* Use `size` bytes of a piece in a form. A sum is rounded where it goes on in that form, and the last one always: the
+ * member that computed it takes what the others will decode. */
+static void use_coded(Inlet *in, const uint8_t *at, Py_ssize_t size)
+{
+    float room[CODED];
+    uint8_t unsent[MOST_FORM_BYTES];
+    f32 *values = (f32 *)room;
+    Py_ssize_t first = count_of(in->form, in->used);
+    size_t count = (size_t)count_of(in->form, size);
+    uint8_t *onward = in->onward.obj ? (uint8_t *)in->onward.buf + in->used : unsent;
+    decode(in->form, at, values, count);
+    if (in->own.obj) {
+        fold_f32(values, (const f32 *)in->own.buf + first, values, count, in->operation, (float)in->sum.weight);
+        if (in->last || in->onward.obj) {
+            encode(in->form, values, onward, count);
+            if (in->digested)
+                absorb(&in->kept_digest, onward, (size_t)size, onward);
+        }
+        if (in->last)
+            decode(in->form, onward, values, count);
+    } else if (in->onward.obj)
+        memcpy(onward, at, (size_t)size);
+    if (in->into.obj)
+        memcpy((f32 *)in->into.buf + first, room, count * sizeof(float));
 }
 
 /* Use the bytes that have come: all at the end of the piece, and units before. */
 static void use(Inlet *in)
 {
     Py_ssize_t fresh = in->arrived - in->used, item = ITEM_BYTES[in->sum.received];
+    Py_ssize_t unit = in->form ? bytes_of(in->form, CODED) : UNIT_BYTES, inner = in->form ? unit : INNER_BYTES;
     const uint8_t *at = in->staged ? in->scratch.buf : (uint8_t *)in->into.buf + in->used;
     if (in->arrived < in->size)
-        fresh -= fresh % UNIT_BYTES;
+        fresh -= fresh % unit;
     for (Py_ssize_t some; fresh; fresh -= some, at += some, in->used += some) {
-        some = fresh < INNER_BYTES ? fresh : INNER_BYTES;
-        const uint8_t *own = in->own.obj ? (uint8_t *)in->own.buf + in->used / item * ITEM_BYTES[in->element] : at;
+        some = fresh < inner ? fresh : inner;
+        const uint8_t *own = in->own.obj && !in->form
+                                 ? (uint8_t *)in->own.buf + in->used / item * ITEM_BYTES[in->element]
+                                 : at;
         if (in->digested)
             absorb(&in->arrived_digest, at, (size_t)some, own);
-        if (!in->own.obj)
+        if (in->form)
+            use_coded(in, at, some);
+        if (in->form || !in->own.obj)
             continue;
         uint8_t *into = (uint8_t *)in->into.buf + kept_bytes(in, in->used);
         fold(&in->sum, at, own, into, (size_t)(some / item));
@@ -417,6 +571,15 @@ static int hold(Py_buffer *buffer, PyObject *object, int flags)
     return object == Py_None ? 0 : PyObject_GetBuffer(object, buffer, flags);
 }
 
+static int fits_coded(const Inlet *in, Py_ssize_t size, int form)
+{
+    Py_ssize_t count = is_form(form) ? count_of(form, size) : 0;
+    return in->element == FLOAT32 && in->operation <= MEAN && in->scratch.len >= 2 * MOST_FORM_BYTES && count > 0 &&
+           size == bytes_of(form, count) && (!in->own.obj || in->own.len == count * SCALE_BYTES) &&
+           (in->into.obj || in->onward.obj) && (!in->into.obj || in->into.len == count * SCALE_BYTES) &&
+           (!in->onward.obj || in->onward.len == size);
+}
+
 static int fits(const Inlet *in, Py_ssize_t size, int received, int kept)
 {
     int wide = in->element == FLOAT16 || in->element == BFLOAT16 ? FLOAT32 : in->element;
@@ -431,16 +594,20 @@ static int fits(const Inlet *in, Py_ssize_t size, int received, int kept)
 
 static PyObject *inlet_begin(Inlet *in, PyObject *arguments)
 {
-    PyObject *own, *into;
-    int received, kept, last, digested;
+    PyObject *own, *into, *onward = Py_None;
+    int received, kept, last, digested, form = 0;
     Py_ssize_t size;
-    if (!PyArg_ParseTuple(arguments, "nOOiipp", &size, &own, &into, &received, &kept, &last, &digested) ||
-        hold(&in->own, own, PyBUF_SIMPLE) < 0 || hold(&in->into, into, PyBUF_WRITABLE) < 0)
+    if (!PyArg_ParseTuple(arguments, "nOOiipp|iO", &size, &own, &into, &received, &kept, &last, &digested, &form,
+                          &onward) ||
+        hold(&in->own, own, PyBUF_SIMPLE) < 0 || hold(&in->into, into, PyBUF_WRITABLE) < 0 ||
+        hold(&in->onward, onward, PyBUF_WRITABLE) < 0)
         return NULL;
-    if (!fits(in, size, received, kept))
+    if (form ? !fits_coded(in, size, form) : in->onward.obj || !fits(in, size, received, kept))
         return refused("the memory does not fit the piece");
     in->size = size;
-    in->staged = in->own.obj || !in->into.obj;
+    in->form = form;
+    in->last = last;
+    in->staged = form || in->own.obj || !in->into.obj;
     in->arrived = in->used = in->trailer_arrived = 0;
     in->digested = digested;
     memset(&in->arrived_digest, 0, sizeof(Digest));
@@ -462,6 +629,7 @@ static PyObject *inlet_finish(Inlet *in, PyObject *Py_UNUSED(nothing))
         return refused("the piece has not come yet");
     hold(&in->own, Py_None, 0);
     hold(&in->into, Py_None, 0);
+    hold(&in->onward, Py_None, 0);
     if (!in->digested)
         return PyBytes_FromStringAndSize("", 0);
     end_digest(&in->arrived_digest, digest);
@@ -508,6 +676,7 @@ static void inlet_dealloc(Inlet *in)
     hold(&in->scratch, Py_None, 0);
     hold(&in->own, Py_None, 0);
     hold(&in->into, Py_None, 0);
+    hold(&in->onward, Py_None, 0);
     freed((PyObject *)in);
 }
 
@@ -516,7 +685,8 @@ static void inlet_dealloc(Inlet *in)
 typedef struct {
     PyObject_HEAD
     int fd, digested, computes; /* `computes`: the payload is digested here, before it is sent */
-    Py_buffer payload;
+    int form;                   /* the form in which `source` is written to the payload, before it is sent */
+    Py_buffer payload, source;
     Py_ssize_t header_size, sent; /* `sent` counts header, payload and digest */
     Py_ssize_t ready, used;       /* the bytes of the payload that may go, and those that are digested */
     Py_ssize_t trailer_ready;
@@ -529,6 +699,26 @@ static int may_send(const Outlet *out)
     return out->payload.obj && out->sent < out->header_size + out->ready + out->trailer_ready;
 }
 
+/* Write and digest the next block of the payload; `begin`: the bytes of it that are sent. */
+static void prepare(Outlet *out, Py_ssize_t begin)
+{
+    Py_ssize_t size = out->payload.len, end = size;
+    Py_ssize_t unit = out->form ? bytes_of(out->form, CODED) : STRIPE_BYTES;
+    if (begin + BLOCK_BYTES < size)
+        end = (begin + BLOCK_BYTES) / unit * unit;
+    for (Py_ssize_t some; out->used < end; out->used += some) {
+        uint8_t *at = (uint8_t *)out->payload.buf + out->used;
+        some = out->form && end - out->used > unit ? unit : end - out->used;
+        if (out->form)
+            encode(out->form, (const f32 *)out->source.buf + count_of(out->form, out->used), at,
+                   (size_t)count_of(out->form, some));
+        if (out->computes)
+            absorb(&out->digest, at, (size_t)some, at);
+        if (out->computes && out->used + some == size)
+            end_digest(&out->digest, out->trailer);
+    }
+}
+
 /* Send once. Return the number of bytes, or -1 with errno. */
 static ssize_t send_some(Outlet *out)
 {
@@ -537,14 +727,8 @@ static ssize_t send_some(Outlet *out)
     uint8_t *payload = out->payload.buf;
     if (begin > size)
         tail = begin - size, begin = size;
-    if (out->computes) {
-        if (begin + BLOCK_BYTES < size)
-            end = (begin + BLOCK_BYTES) / STRIPE_BYTES * STRIPE_BYTES;
-        if (end > out->used)
-            absorb(&out->digest, payload + out->used, (size_t)(end - out->used), payload + out->used);
-        if (end > out->used && end == size)
-            end_digest(&out->digest, out->trailer);
-        out->used = end > out->used ? end : out->used;
+    if (out->computes || out->form) {
+        prepare(out, begin);
         end = out->used;
     }
     struct iovec parts[3] = {
@@ -570,8 +754,10 @@ static PyObject *outlet_pump(Outlet *out, PyObject *Py_UNUSED(nothing))
             break;
     }
     Py_END_ALLOW_THREADS
-    if (out->payload.obj && out->sent == out->header_size + out->payload.len + (out->digested ? DIGEST_BYTES : 0))
+    if (out->payload.obj && out->sent == out->header_size + out->payload.len + (out->digested ? DIGEST_BYTES : 0)) {
         hold(&out->payload, Py_None, 0);
+        hold(&out->source, Py_None, 0);
+    }
     return moved(bytes, -1, why);
 }
 
@@ -599,16 +785,24 @@ static PyObject *outlet_allow(Outlet *out, PyObject *arguments)
 
 static PyObject *outlet_begin(Outlet *out, PyObject *arguments)
 {
-    PyObject *payload;
+    PyObject *payload, *source = Py_None;
     const char *header;
     Py_ssize_t header_size;
-    int digested, computes;
-    if (!PyArg_ParseTuple(arguments, "y#Opp", &header, &header_size, &payload, &digested, &computes))
+    int digested, computes, form = 0;
+    if (!PyArg_ParseTuple(arguments, "y#Opp|iO", &header, &header_size, &payload, &digested, &computes, &form,
+                          &source))
         return NULL;
     if (out->payload.obj || header_size > MOST_HEADER_BYTES)
         return refused("a piece is under way, or the header is too long");
-    if (hold(&out->payload, payload, PyBUF_SIMPLE) < 0)
+    if (hold(&out->source, source, PyBUF_SIMPLE) < 0 ||
+        hold(&out->payload, payload, form ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
         return NULL;
+    if (form && (!is_form(form) || !out->source.obj || !computes ||
+                 out->payload.len != bytes_of(form, out->source.len / SCALE_BYTES))) {
+        hold(&out->payload, Py_None, 0);
+        return refused("the elements do not fit the payload");
+    }
+    out->form = form;
     memcpy(out->header, header, (size_t)header_size);
     out->header_size = header_size;
     out->digested = digested;
@@ -634,6 +828,7 @@ static PyObject *outlet_new(PyTypeObject *type, PyObject *arguments, PyObject *P
 static void outlet_dealloc(Outlet *out)
 {
     hold(&out->payload, Py_None, 0);
+    hold(&out->source, Py_None, 0);
     freed((PyObject *)out);
 }
 
@@ -654,21 +849,31 @@ static PyObject *digest_of(PyObject *Py_UNUSED(module), PyObject *payload)
     return PyBytes_FromStringAndSize((const char *)digest, DIGEST_BYTES);
 }
 
+static PyObject *coded_bytes(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    int form;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(arguments, "in", &form, &count))
+        return NULL;
+    return is_form(form) ? PyLong_FromSsize_t(bytes_of(form, count)) : refused("no such form");
+}
+
 #define MOST_PARTS 16
 
 static PyObject *fold_parts(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     PyObject *tuple, *own, *into;
-    int element, first, kept, operation, last, ok;
+    int element, first, kept, operation, last, ok, form = 0;
     double weight;
     Py_buffer held[MOST_PARTS + 2] = {{0}};
-    if (!PyArg_ParseTuple(arguments, "O!OOiiiidp", &PyTuple_Type, &tuple, &own, &into, &element, &first, &kept,
-                          &operation, &weight, &last))
+    if (!PyArg_ParseTuple(arguments, "O!OOiiiidp|i", &PyTuple_Type, &tuple, &own, &into, &element, &first, &kept,
+                          &operation, &weight, &last, &form))
         return NULL;
     Py_ssize_t parts = PyTuple_Size(tuple), size = 0, count;
     int wide = element == FLOAT16 || element == BFLOAT16 ? FLOAT32 : element;
     if (parts < 1 || parts > MOST_PARTS || element <= 0 || element >= TYPES || operation < 0 ||
-        operation >= OPERATIONS || (first != element && first != wide) || (kept != element && kept != wide))
+        operation >= OPERATIONS || (first != element && first != wide) || (kept != element && kept != wide) ||
+        (form && (element != FLOAT32 || !is_form(form))))
         return refused("the number of parts, a type or the operation is unknown");
     ok = hold(held + parts, own, PyBUF_SIMPLE) == 0 && hold(held + parts + 1, into, PyBUF_WRITABLE) == 0;
     count = ok ? held[parts].len / ITEM_BYTES[element] : 0;
@@ -692,6 +897,10 @@ static PyObject *fold_parts(PyObject *Py_UNUSED(module), PyObject *arguments)
         sum.weight = last && operation == MEAN ? weight : 0;
         fold(&sum, total, (uint8_t *)held[parts].buf + low * ITEM_BYTES[element],
              (uint8_t *)held[parts + 1].buf + low * ITEM_BYTES[kept], (size_t)some);
+        if (form) { /* the blocks begin with the piece, and FOLDED is a number of whole blocks */
+            encode(form, (const f32 *)held[parts + 1].buf + low, room, (size_t)some);
+            decode(form, room, (f32 *)held[parts + 1].buf + low, (size_t)some);
+        }
     }
     Py_END_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < parts + 2; i++)
@@ -718,7 +927,8 @@ static PyType_Spec outlet_spec = {
     "fabric.ftar.host.piece_moves.Outlet", sizeof(Outlet), 0, Py_TPFLAGS_DEFAULT, outlet_slots};
 
 static PyMethodDef functions[] = {
-    METHOD("digest", digest_of, METH_O), METHOD("fold", fold_parts, METH_VARARGS), {0}};
+    METHOD("digest", digest_of, METH_O), METHOD("fold", fold_parts, METH_VARARGS),
+    METHOD("coded_bytes", coded_bytes, METH_VARARGS), {0}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "piece_moves", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
@@ -726,8 +936,11 @@ PyMODINIT_FUNC PyInit_piece_moves(void)
 {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2"))
+    if (__builtin_cpu_supports("avx2")) {
         absorb_stripes = absorb_avx2;
+        encode_blocks = encode_avx2;
+        decode_blocks = decode_avx2;
+    }
 #endif
     PyObject *module = PyModule_Create(&definition);
     PyObject *inlet = PyType_FromSpec(&inlet_spec), *outlet = PyType_FromSpec(&outlet_spec);

@@ -7,6 +7,9 @@ DIGEST_BYTES: int
 
 Buffer = bytes | bytearray | memoryview
 
+def coded_bytes(form: int, count: int) -> int:
+    """Return the bytes of ``count`` elements of float32 in ``form``, a code of ``EXCHANGE_FORMS``."""
+
 def digest(payload: Buffer) -> bytes:
     """Return the digest of a payload, DIGEST_BYTES long."""
 
@@ -20,11 +23,13 @@ def fold(
     operation: int,
     weight: float,
     last: bool,
+    form: int = 0,
 ) -> None:
     """``into = ((parts[0] (+) parts[1]) (+) ...) (+) own``, and finished (divided, rounded) where ``last``.
 
     ``into`` may be ``own``. ``element``, ``first`` and ``kept`` are the codes of the types of own elements,
-    of the first part and of ``into``. Raises ValueError where the sizes do not fit.
+    of the first part and of ``into``. With ``form`` the elements become what that form can hold. Raises
+    ValueError where the sizes do not fit.
     """
 
 @final
@@ -44,12 +49,17 @@ class Inlet:
         kept: int,
         last: bool,
         digested: bool,
+        form: int = 0,
+        onward: memoryview | None = None,
     ) -> None:
         """Begin a piece of ``size`` bytes; ``digested``: its digest follows.
 
         With ``own`` the sum of the piece and own elements goes to ``into``. Without it the piece goes there,
         and without ``into`` nowhere. ``received`` and ``kept`` are the codes of the types on the socket and
-        in ``into``. Raises ValueError where the sizes do not fit.
+        in ``into``.
+
+        With ``form`` the piece comes in that form, and what goes on goes to ``onward`` in that form too; the
+        last sum becomes what the form can hold. Raises ValueError where the sizes do not fit.
         """
 
     def pump(self) -> int:
@@ -59,19 +69,34 @@ class Inlet:
         """
 
     def kept(self) -> int:
-        """Return the bytes of ``into`` that are complete."""
+        """Return the bytes of ``into``, with a form of ``onward``, that are complete."""
 
     def finish(self) -> bytes | None:
-        """End the piece: return the digest of ``into``, empty without one; None where the bytes differ."""
+        """End the piece: return the digest of ``into``, with a form of ``onward``; empty without one.
+
+        None: the piece does not match its digest.
+        """
 
 @final
 class Outlet:
     """Sends payloads over the non-blocking socket ``fd``, one piece after another."""
 
     def __init__(self, fd: int) -> None: ...
-    def begin(self, header: bytes, payload: memoryview, digested: bool, computes: bool) -> None:
+    def begin(
+        self,
+        header: bytes,
+        payload: memoryview,
+        digested: bool,
+        computes: bool,
+        form: int = 0,
+        source: memoryview | None = None,
+    ) -> None:
         """Begin a piece. ``digested``: a digest goes behind it. ``computes``: all of it may go now, and its
-        digest is computed here; otherwise ``allow`` says what may go."""
+        digest is computed here; otherwise ``allow`` says what may go.
+
+        With ``form`` the elements of ``source`` are written to ``payload`` in that form, before they are
+        sent.
+        """
 
     def allow(self, ready: int, digest: bytes | None = None) -> None:
         """Let the first ``ready`` bytes of the payload go, and with the last ones its ``digest``."""

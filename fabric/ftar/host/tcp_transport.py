@@ -120,7 +120,10 @@ class ByteReceiver:
             check_expected(header, expected)
         operands, element = self._operands, expected.spec.dtype
         received = kept = element
-        own = into = None
+        own = into = onward = None
+        form = 0 if self._stale else operands.form_of(piece)
+        if form and not (piece.gather and piece.last):
+            onward = operands.coded(piece)
         if not self._stale and piece.gather:
             into = raw(operands.landing(piece))
         elif not self._stale:
@@ -128,7 +131,9 @@ class ByteReceiver:
             own, into = raw(operands.source[piece.start : piece.stop]), raw(total)
             received, kept = DTYPE_CODES[operands.wire_dtype(piece)], DTYPE_CODES[total.dtype]
         self.digested = payload_digest == FOLLOWS
-        self._inlet.begin(header.size, own, into, received, kept, piece.last, self.digested)
+        if onward is not None and own is not None and not piece.last:
+            into = None  # such a sum only goes on
+        self._inlet.begin(header.size, own, into, received, kept, piece.last, self.digested, form, onward)
         self._left = header.size + DIGEST_BYTES * self.digested
 
     def _finish(self) -> None:
@@ -185,10 +190,15 @@ class ByteSender(HostSender):
         return super().pump(free)
 
     def frame(self, piece: RingPiece) -> list[memoryview]:
-        payload = raw(self._operands.outgoing(piece))
+        operands, form, source = self._operands, 0, None
+        payload = operands.coded(piece)
+        if payload is None:
+            payload = raw(operands.outgoing(piece))
+        elif piece.hop == 0 or self._arrivals is None:
+            form, source = operands.form_of(piece), raw(operands.outgoing(piece))
         header = pack(self._header(piece), FOLLOWS if self._checksum else None)
-        computes = piece.hop == 0 or not (self._follows or piece.start in self._operands.digests)
-        self._outlet.begin(header, payload, self._checksum, computes)
+        computes = piece.hop == 0 or not (self._follows or piece.start in operands.digests)
+        self._outlet.begin(header, payload, self._checksum, computes, form, source)
         if self._follows and self._arrivals is not None:
             self._outlet.allow(self._arrivals.passing)
         elif not computes:
@@ -202,4 +212,4 @@ class ByteSender(HostSender):
         """Let all of ``piece`` go. Its digest is the one that its arrival has, or that its sum got."""
         self._follows = False
         payload_digest = self._operands.digests.pop(piece.start, None)
-        self._outlet.allow(self._operands.nbytes(piece), payload_digest if self._checksum else None)
+        self._outlet.allow(self._operands.carried(piece), payload_digest if self._checksum else None)

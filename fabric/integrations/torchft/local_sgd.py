@@ -90,9 +90,12 @@ def _only(outer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> tor
 def _refuse(inner: torch.optim.Optimizer, named: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments that cannot be kept."""
     unknown = sorted(set(named) - _WITHOUT_EFFECT)
-    if unknown or named.get("should_quantize"):
-        what = f"{unknown[0]}=" if unknown else "should_quantize=True"
-        raise ConfigError(f"DiLoCo got {what}, which fabric cannot honour: leave it out")
+    if unknown:
+        raise ConfigError(f"DiLoCo got {unknown[0]}=, which fabric cannot honour: leave it out")
+    if named.get("should_quantize"):
+        raise ConfigError(
+            "DiLoCo got should_quantize=True: leave it out, and set FABRIC_EXCHANGE=int8 on all replicas"
+        )
     if isinstance(inner, OptimizerWrapper):
         raise ConfigError(
             "the inner optimizer is wrapped in OptimizerWrapper, which exchanges every step: give the "

@@ -371,7 +371,8 @@ class Manager:
         """
         if should_quantize:
             raise ConfigError(
-                "allreduce got should_quantize=True, and fabric quantizes nothing: leave it out"
+                "allreduce got should_quantize=True: leave it out, and set FABRIC_EXCHANGE=int8 on all "
+                "replicas"
             )
         if reduce_op != ReduceOp.AVG:
             raise ConfigError(f"allreduce got {reduce_op}, and fabric averages gradients: use ReduceOp.AVG")

@@ -15,6 +15,7 @@ from fabric.protocol.rules import layout_text
 # Data setting -> the name of the variable or argument with which the user chooses it.
 _LABELS = {
     "data_slots": "seats (FABRIC_REPLICAS)",
+    "exchange": "FABRIC_EXCHANGE",
     "on_nan": "FABRIC_ON_NAN",
     "order": "the order of the sampler (its digest)",
 }

@@ -146,6 +146,13 @@ class Admission:
             or process in self.evicted_in_user_code
         )
 
+    def take_late(self, process: ReplicaProcess) -> bool:
+        """Whether the others waited too long for this process. This is True once for each such join."""
+        backoff = self.readmission_backoff.get(process, Backoff())
+        if backoff.late:
+            self.readmission_backoff[process] = replace(backoff, late=False)
+        return backoff.late
+
     def note_return(self, peer: Peer, beat: m.Heartbeat) -> None:
         """Note by a heartbeat from outside that the user code is over, or that links are still cut."""
         if self.state.record is not None and beat.unreachable and self.out_of_reach(self.state.record, peer):

@@ -203,13 +203,11 @@ class Joins:
 
         One for which they waited too long first loads a newer state outside, so that the join is short.
         """
-        backoffs = self.admission.readmission_backoff
         for name, serving in list(self.serving.items()):
             peer = self.state.liveness.peers.get(name)
             if not serving.blocking_reason or peer is None or not self.admission.is_welcome(record, peer):
                 continue
-            if (backoff := backoffs.get(peer.process)) is not None and backoff.late:
-                backoffs[peer.process] = replace(backoff, late=False)
+            if self.admission.take_late(peer.process):
                 self.serving[name] = Serving(tries=serving.tries, again=peer.session.replay)
                 continue
             newcomer = replace(

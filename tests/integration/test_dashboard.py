@@ -193,6 +193,37 @@ def test_hosts_that_failed_are_listed_with_the_most_suspect_first(quiet_job, bro
     assert quiet_job.ask("/v1/jobs/test/hosts") == b"[]"
 
 
+# The page gets the status of the real job, with the hosts of a replica of two; the script returns the table.
+NODES = """
+watch = () => {};  // nothing of the real job comes in between
+state.stream.close();
+const view = structuredClone(state.view);
+const node = (number, host, rack, kind, why) =>
+  ({ id: host, replica: "r1", node: number, host, rack, state: kind, since: 1763717000, why });
+view.nodes = [node(0, "h0", "x", "member", ""), node(1, "h1", "", "missing", "<b>node 1</b> is silent"),
+  node(-1, "h9", "", "spare host", "this host stands by")];
+showJob(view);
+const rows = () => [...$("members").rows].map((tr) => [...tr.cells].map((td) => td.textContent.trim()));
+const first = rows();
+view.nodes = [];
+showJob(view);
+return [first, rows().length];
+"""
+
+
+def test_the_hosts_of_a_replica_stand_below_it_and_spare_hosts_at_the_end(quiet_job, browser):
+    log_in(browser, quiet_job)
+    rows, later = browser.run(NODES)
+    assert [row[0] for row in rows] == ["r0", "r1", "r1 node 0", "r1 node 1", "r2", ""]
+    healthy, missing, spare = rows[2], rows[3], rows[5]
+    assert (healthy[1:3], healthy[7]) == (["member", "h0 (rack x)"], "alive")
+    assert missing[1:3] == ["missing", "h1"] and missing[7].startswith("<b>node 1</b> is silent, since ")
+    assert spare[1:3] == ["spare host", "h9"] and spare[7].startswith("this host stands by, since ")
+    assert [row[8] for row in (healthy, missing, spare)] == ["", "", ""], "orders are for replicas"
+    assert later == 3
+    assert not browser.console()
+
+
 # The page gets the status of the real job, with speeds of a job of two replicas of two ranks.
 SPEEDS = """
 watch = () => {};  // nothing of the real job comes in between

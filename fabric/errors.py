@@ -79,10 +79,6 @@ class LeaseGone(StoreError):
     """A lease has expired or was revoked, and the keys under it are deleted; the write was not applied."""
 
 
-class Compacted(StoreError):
-    """A watch asks for a revision that the store no longer keeps; list the keys again."""
-
-
 class StateError(FabricError):
     """Training state cannot be captured, described, fetched or loaded; the target is untouched."""
 

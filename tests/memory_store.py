@@ -3,14 +3,12 @@
 ``MemorySpace`` is the store itself, ``MemoryStore`` one handle on it; several handles of one process and one
 event loop share a space, as several lighthouses share etcd. Nothing here awaits between reading and writing,
 so a transaction is atomic without a lock. Every operation first ends the expired leases and deletes their
-keys. A watch wakes at the next deadline of a lease.
+keys.
 """
 
-import asyncio
 import itertools
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from fabric.errors import StoreError
 from fabric.store.base import (
@@ -20,36 +18,25 @@ from fabric.store.base import (
     Lease,
     Operation,
     Put,
-    WatchEvent,
     check_transaction,
     check_ttl,
-    check_watch,
-    compacted,
     key_bytes,
     key_range,
     lease_gone,
     settle_store_id,
 )
 
-# The number of revisions for which a watch can start in the past.
-HISTORY_REVISIONS = 1000
-
 
 class MemorySpace:
-    """Keys, leases and recent history. ``clock`` gives monotonic seconds."""
+    """Keys and leases. ``clock`` gives monotonic seconds."""
 
-    def __init__(
-        self, *, clock: Callable[[], float] = time.monotonic, history_revisions: int = HISTORY_REVISIONS
-    ) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.revision = 1
         self._clock = clock
-        self._history_revisions = history_revisions
         self._keys: dict[str, KeyValue] = {}
         self._ttl_by_lease: dict[int, float] = {}
         self._deadline_by_lease: dict[int, float] = {}
-        self._history: deque[WatchEvent] = deque()
         self._lease_ids = itertools.count(1)
-        self._changed = asyncio.Event()
 
     def get(self, key: str) -> KeyValue | None:
         self._expire()
@@ -76,7 +63,6 @@ class MemorySpace:
         lease = Lease(next(self._lease_ids), ttl_s)
         self._ttl_by_lease[lease.id] = ttl_s
         self._deadline_by_lease[lease.id] = self._clock() + ttl_s
-        self._wake()
         return lease
 
     def keep_alive(self, lease_id: int) -> float:
@@ -91,35 +77,6 @@ class MemorySpace:
         self._deadline_by_lease.pop(lease_id, None)
         self._apply([Delete(key) for key, entry in sorted(self._keys.items()) if entry.lease == lease_id])
 
-    @property
-    def oldest_revision(self) -> int:
-        """The earliest revision whose changes are still known."""
-        return max(1, self.revision - self._history_revisions + 1)
-
-    def changes(self, prefix: str, from_revision: int) -> list[WatchEvent]:
-        self._expire()
-        if from_revision < self.oldest_revision:
-            raise compacted(prefix, from_revision, self.oldest_revision)
-        return [
-            event
-            for event in self._history
-            if event.revision >= from_revision and event.key_value.key.startswith(prefix)
-        ]
-
-    async def wait_for_change(self) -> None:
-        """Return when something has changed or a lease may have expired."""
-        deadline = min(self._deadline_by_lease.values(), default=None)
-        timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
-
-    def wake(self) -> None:
-        """Let all watches check for changes."""
-        self._wake()
-
     def _expire(self) -> None:
         now = self._clock()
         for lease_id in [lease for lease, deadline in self._deadline_by_lease.items() if deadline <= now]:
@@ -127,28 +84,20 @@ class MemorySpace:
 
     def _apply(self, operations: Sequence[Operation]) -> None:
         revision = self.revision + 1
-        events = []
+        changed = False
         for operation in operations:
             before = self._keys.get(operation.key)
             if isinstance(operation, Put):
                 created = before.create_revision if before else revision
-                now = KeyValue(operation.key, bytes(operation.value), created, revision, operation.lease)
-                self._keys[operation.key] = now
-                events.append(WatchEvent("put", now, revision))
+                self._keys[operation.key] = KeyValue(
+                    operation.key, bytes(operation.value), created, revision, operation.lease
+                )
+                changed = True
             elif before is not None:
                 del self._keys[operation.key]
-                events.append(WatchEvent("delete", KeyValue(operation.key, b"", 0, revision), revision))
-        if not events:
-            return
-        self.revision = revision
-        self._history.extend(events)
-        while self._history and self._history[0].revision < self.oldest_revision:
-            self._history.popleft()
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+                changed = True
+        if changed:
+            self.revision = revision
 
 
 class MemoryStore:
@@ -184,22 +133,8 @@ class MemoryStore:
     async def revoke(self, lease_id: int) -> None:
         self._space().end_lease(lease_id)
 
-    async def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[WatchEvent, None]:
-        check_watch(from_revision)
-        key_range(prefix)
-        space = self._space()
-        while self._open:
-            events = space.changes(prefix, from_revision)
-            # The watch has read all changes so far, so on a quiet prefix it never raises Compacted.
-            from_revision = max(from_revision, space.revision + 1)
-            for event in events:
-                yield event
-            if space.revision < from_revision and self._open:
-                await space.wait_for_change()
-
     async def close(self) -> None:
         self._open = False
-        self.space.wake()
 
     def _space(self) -> MemorySpace:
         if not self._open:

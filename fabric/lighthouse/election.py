@@ -1,14 +1,14 @@
 """Election of the leader: a queue of keys in the store, one per candidate, each under the candidate's lease.
 
 The candidate whose key has the lowest create revision leads. The others wait and renew their leases. When the
-leader's key disappears, the next candidate leads at once: it needs one message from the store, and no write.
+leader's key disappears, the next candidate leads after its next look at the queue (``LOOK_S``): no write.
 
 The lease is only a hint, so two rules make a leader safe. First, a leader stops when its lease may have
 ended. It measures that on its own clock from before each renewal, with a margin. Second, the create revision
 of its key guards every write (``Term.guard``). So once its key is gone, a leader can change nothing, even if
 it was suspended or its clock is wrong. No other candidate leads while the key exists.
 
-A lease outlives its key where a person deletes the key or empties the store. So a leader watches its own key
+A lease outlives its key where a person deletes the key or empties the store. So a leader looks at its own key
 too. Every candidate reads the store's id before it creates its key: an emptied store has another id.
 
 When thousands of sessions reconnect at once, the event loop is busy for seconds, and losing the lead would
@@ -23,10 +23,10 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
-from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.runtime.system_calls import seconds_since_boot
 from fabric.runtime.tasks import BackgroundLoop
 from fabric.store import Compare, KeyValue, Lease, Operation, Put, Store
@@ -39,6 +39,8 @@ Clock = Callable[[], float]
 # A leader stops this share of its lease before the lease can end, but at most so many seconds before.
 MARGIN_SHARE = 0.2
 MARGIN_MOST_S = 1.0
+# The pause between two looks at the queue, or at the leader's own key.
+LOOK_S = 0.2
 _REVOKE_S = 1.5
 # After this many leases without a turn of the event loop, the thread no longer renews the lease.
 STUCK_LEASES = 3.0
@@ -208,7 +210,7 @@ class Election:
         self._changed.clear()
         turn = asyncio.get_running_loop().create_task(self._await_turn(term))
         renewals = self._start_renewals(term, lease, sent)
-        loss = asyncio.get_running_loop().create_task(self._await_loss(term, turn, lease.ttl_s / 3))
+        loss = asyncio.get_running_loop().create_task(self._await_loss(term, turn))
         for each in (turn, renewals, loss):
             each.add_done_callback(lambda _: self._changed.set())
         try:
@@ -238,22 +240,13 @@ class Election:
         """Return when no key in the queue is older than this candidate's. Raises LeaseGone without its
         key."""
         while True:
-            entries, revision = await self._store.list(self.prefix)
-            line = {kv.key: kv for kv in entries}
-            if self._learn(line, term):
-                return
-            with suppress(Compacted):  # the watch began too late: read the queue of candidates again
-                async with aclosing(self._store.watch(self.prefix, revision + 1)) as events:
-                    async for event in events:
-                        if event.kind == "put":
-                            line[event.key_value.key] = event.key_value
-                        else:
-                            line.pop(event.key_value.key, None)
-                        if self._learn(line, term):
-                            return
-                raise StoreUnavailable("the store ended the watch of the election: it is being closed")
+            with suppress(StoreUnavailable):  # the lease bounds how long it may be so
+                entries, _ = await self._store.list(self.prefix)
+                if self._learn({kv.key: kv for kv in entries}, term):
+                    return
+            await asyncio.sleep(LOOK_S)
 
-    async def _await_loss(self, term: Term, turn: "asyncio.Task[None]", pause_s: float) -> str:
+    async def _await_loss(self, term: Term, turn: "asyncio.Task[None]") -> str:
         """Return a sentence once the key of this term is gone.
 
         It asks again a store that does not answer; the lease bounds how long a leader can lead without it.
@@ -265,14 +258,10 @@ class Election:
         )
         while True:
             with suppress(StoreError):
-                entries, revision = await self._store.list(term.key)
-                if all((kv.key, kv.create_revision) != (term.key, term.revision) for kv in entries):
+                entry = await self._store.get(term.key)
+                if entry is None or entry.create_revision != term.revision:
                     return gone
-                async with aclosing(self._store.watch(term.key, revision + 1)) as events:
-                    async for event in events:
-                        if (event.kind, event.key_value.key) == ("delete", term.key):
-                            return gone
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(LOOK_S)
 
     def _learn(self, line: Mapping[str, KeyValue], term: Term) -> bool:
         """Note which candidate is first in the queue; return whether it is this one."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fabric.errors import Compacted, ConfigError, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.errors import ConfigError, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.store.base import (
     STORE_ID_KEY,
     Compare,
@@ -18,7 +18,6 @@ from fabric.store.base import (
     Operation,
     Put,
     Store,
-    WatchEvent,
 )
 from fabric.store.etcd import EtcdStore
 from fabric.store.etcd_http import EtcdAccess
@@ -26,7 +25,6 @@ from fabric.store.sqlite_file import SqliteStore
 
 __all__ = [
     "STORE_ID_KEY",
-    "Compacted",
     "Compare",
     "Delete",
     "EtcdAccess",
@@ -39,7 +37,6 @@ __all__ = [
     "StoreError",
     "StoreIndefinite",
     "StoreUnavailable",
-    "WatchEvent",
     "open_store",
     "shown_url",
 ]
@@ -48,7 +45,6 @@ __all__ = [
 
 
 ATTEMPT_TIMEOUT_S = 3.0
-WATCH_SILENCE_S = 20.0
 ETCD_PORT = 2379
 
 _EXAMPLES = "sqlite:///var/lib/fabric/store.db, etcd://host:2379,other:2379 or etcds://host:2379"
@@ -58,7 +54,6 @@ def open_store(
     url: str,
     *,
     attempt_timeout_s: float = ATTEMPT_TIMEOUT_S,
-    watch_silence_s: float = WATCH_SILENCE_S,
     access: EtcdAccess | None = None,
 ) -> Store:
     """Return a store that is not connected yet.
@@ -66,12 +61,12 @@ def open_store(
     ``sqlite:`` is followed by ``//`` and a path, absolute when it begins with a slash; several slashes count
     as one. ``etcd://`` is followed by comma-separated ``host[:port]``; ``etcds://`` is the same over TLS.
     ``access`` holds the credentials for etcd (the URL sets its ``tls``). ``attempt_timeout_s`` bounds each
-    attempt at an endpoint, or the wait for a file's lock; ``watch_silence_s`` is how long an etcd watch may
-    be silent before its connection is replaced. Raises ConfigError.
+    attempt at an endpoint, or the wait for a file's lock. Raises ConfigError.
     """
-    for name, value in (("attempt_timeout_s", attempt_timeout_s), ("watch_silence_s", watch_silence_s)):
-        if not 0 < value <= 3600:
-            raise ConfigError(f"{name} is {value}, it must be above 0 and at most 3600 seconds.")
+    if not 0 < attempt_timeout_s <= 3600:
+        raise ConfigError(
+            f"attempt_timeout_s is {attempt_timeout_s}, it must be above 0 and at most 3600 seconds."
+        )
     scheme, _, rest = url.partition(":")
     if access is not None and access != EtcdAccess() and scheme not in ("etcd", "etcds"):
         raise ConfigError(
@@ -84,7 +79,6 @@ def open_store(
         return EtcdStore(
             tuple(_endpoint(url, part, "https" if tls else "http") for part in rest[2:].split(",")),
             attempt_timeout_s=attempt_timeout_s,
-            watch_silence_s=watch_silence_s,
             access=replace(access or EtcdAccess(), tls=tls),
         )
     raise ConfigError(f"The store {shown_url(url)!r} is not one we know: write it like {_EXAMPLES}.")

@@ -3,9 +3,9 @@
 The problem: several lighthouses decide about one job, any of them may die in mid-write, and a write whose
 answer is lost may still be applied. The mechanism is small on purpose. The store holds a few small keys, each
 with the revisions of its creation and of its last change. A transaction applies all of its operations or
-none, guarded by those revisions. The end of a lease deletes the keys put under it. A watch resumes from a
-revision. The backends (SQLite, etcd, and one in memory for tests) keep the same promises and pass the same
-contract suite.
+none, guarded by those revisions. The end of a lease deletes the keys put under it. A reader that waits for a
+change asks again and again. The backends (SQLite, etcd, and one in memory for tests) keep the same promises
+and pass the same contract suite.
 
 The error of a write is *definite* (``StoreError``: the store did not apply the write) or *indefinite*
 (``StoreIndefinite``: the outcome is unknown, so read again before deciding anything). A failed guard is a
@@ -17,15 +17,14 @@ the holder's own key protects every write.
 """
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
 
 __all__ = [
     "STORE_ID_KEY",
-    "Compacted",
     "Compare",
     "Delete",
     "KeyValue",
@@ -35,7 +34,6 @@ __all__ = [
     "Put",
     "Store",
     "StoreUnavailable",
-    "WatchEvent",
 ]
 
 # The key under which ``Store.connect`` keeps the store's random id.
@@ -93,21 +91,12 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Remove a key; a missing key is not an error, and makes no event."""
+    """Remove a key; a missing key is not an error, and no change."""
 
     key: str
 
 
 Operation = Put | Delete
-
-
-@dataclass(frozen=True, slots=True)
-class WatchEvent:
-    """A change. A delete's ``key_value`` has an empty value, create_revision 0 and no lease."""
-
-    kind: Literal["put", "delete"]
-    key_value: KeyValue
-    revision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +154,8 @@ class Store(Protocol):
         """End a lease now and delete its keys; one that has already ended is fine."""
         ...
 
-    def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[WatchEvent, None]:
-        """Yield every change under a prefix, in order, from a revision (>= 1) on.
-
-        The revision is usually that of ``list`` plus one. The watch survives lost connections and ends when
-        the store is closed. Raises Compacted when the store no longer has the changes since that revision:
-        list again.
-        """
-        ...
-
     async def close(self) -> None:
-        """Give up connections, threads and watches. Leases run out later."""
+        """Give up connections and threads. Leases run out later."""
         ...
 
 
@@ -233,25 +213,11 @@ def check_transaction(compares: Sequence[Compare], operations: Sequence[Operatio
         )
 
 
-def check_watch(from_revision: int) -> None:
-    """Raises ValueError for a revision that no watch can start from."""
-    if from_revision < 1:
-        raise ValueError(f"a watch starts from revision 1 or later, not from {from_revision}")
-
-
 def check_ttl(ttl_s: float) -> float:
     """Return the TTL, or ValueError for one that is not a positive number of at most a day."""
     if not 0 < ttl_s <= 86_400:
         raise ValueError(f"a lease lasts more than 0 and at most 86400 seconds, not {ttl_s}")
     return ttl_s
-
-
-def compacted(prefix: str, from_revision: int, oldest: int) -> Compacted:
-    """Return the error of a watch that comes too late."""
-    return Compacted(
-        f"The store no longer knows what happened to {prefix!r} at revision {from_revision} (the oldest it "
-        f"knows is {oldest}): list the keys again and watch from there."
-    )
 
 
 def lease_gone(lease_id: int) -> LeaseGone:

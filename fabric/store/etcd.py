@@ -7,20 +7,14 @@ How each promise is kept:
   lost answer raises ``StoreIndefinite``: etcd may still apply the write, even after newer ones.
 - *A wiped store* is noticed in three ways. Every transaction also guards the store's id. An answer from
   another cluster is an error, and so is a read with an older revision than the read before.
-- *A watch* asks etcd for progress messages. It takes another connection when its own was silent for
-  ``watch_silence_s`` (perhaps without a fault), or when its etcd server has no leader. It resumes after the
-  last revision that a change or a progress message named, so that compaction does not overtake a quiet
-  prefix. If compaction does overtake the watch, it raises ``Compacted`` and the reader lists again.
 - *Leases* last whole seconds, at least etcd's minimum of two. The granted TTL is that in etcd's answer.
 
 One call takes at most ``attempt_timeout_s`` per endpoint (a long list: per page).
 """
 
 import asyncio
-import logging
 import math
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.store import etcd_http
@@ -31,11 +25,8 @@ from fabric.store.base import (
     Lease,
     Operation,
     Put,
-    WatchEvent,
     check_transaction,
     check_ttl,
-    check_watch,
-    compacted,
     key_range,
     lease_gone,
     settle_store_id,
@@ -44,10 +35,6 @@ from fabric.store.etcd_http import EtcdAccess, Gateway, GatewayFailure, Json
 
 # Keys per page of a list: a page of the largest values stays below the limit on an answer's size.
 PAGE_KEYS = 16
-RECONNECT_FIRST_S = 0.05
-RECONNECT_MOST_S = 2.0
-
-logger = logging.getLogger(__name__)
 
 
 class EtcdStore:
@@ -61,7 +48,6 @@ class EtcdStore:
         endpoints: Sequence[str],
         *,
         attempt_timeout_s: float,
-        watch_silence_s: float = 20.0,
         access: EtcdAccess = EtcdAccess(),  # noqa: B008  (frozen)
     ) -> None:
         access.check()
@@ -69,7 +55,6 @@ class EtcdStore:
         self.warnings: list[str] = []
         self._endpoints = tuple(endpoints)
         self._attempt_timeout_s = attempt_timeout_s
-        self._watch_silence_s = watch_silence_s
         self._gateway: Gateway | None = None
         self._cluster_id = ""
         self._store_id = ""
@@ -155,31 +140,6 @@ class EtcdStore:
     async def revoke(self, lease_id: int) -> None:
         await self._anywhere("/v3/lease/revoke", {"ID": str(lease_id)}, writes=True, missing_is_fine=True)
 
-    async def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[WatchEvent, None]:
-        check_watch(from_revision)
-        key_range(prefix)
-        gateway = self._connected()
-        turn = 0
-        delay_s = RECONNECT_FIRST_S
-        while not gateway.closed.is_set():
-            endpoint = gateway.in_order()[turn % len(gateway.endpoints)]
-            try:
-                async with aclosing(self._watch_once(gateway, endpoint, prefix, from_revision)) as answers:
-                    async for answer in answers:
-                        delay_s = RECONNECT_FIRST_S
-                        for event in answer.events:
-                            yield event
-                        # The revision in a "created" answer is the store's revision, not the watch's.
-                        if answer.events or not answer.created:
-                            last = answer.events[-1].revision if answer.events else answer.revision
-                            from_revision = max(from_revision, last + 1)
-            except StoreUnavailable as error:
-                if not gateway.closed.is_set():
-                    logger.info("%s Resuming it from revision %d.", error, from_revision)
-            turn += 1
-            await _wait_for(gateway.closed, delay_s)
-            delay_s = min(delay_s * 2, RECONNECT_MOST_S)
-
     async def close(self) -> None:
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
@@ -212,31 +172,6 @@ class EtcdStore:
         if len(silent) == len(gateway.endpoints):
             raise _unavailable(silent)
         self.warnings = [*warnings]
-
-    async def _watch_once(
-        self, gateway: Gateway, endpoint: str, prefix: str, from_revision: int
-    ) -> AsyncGenerator[etcd_http.WatchAnswer, None]:
-        request = etcd_http.watch_request(prefix, from_revision)
-        token = gateway.token
-        stream = gateway.stream(endpoint, "/v3/watch", request, silence_s=self._watch_silence_s)
-        async with aclosing(stream) as results:
-            async for result in results:
-                if isinstance(result, GatewayFailure):
-                    if result.is_old_token:
-                        gateway.forget(token)
-                    elif result.is_definite and not result.is_no_leader:
-                        raise StoreError(f"The etcd endpoint {endpoint} refused a watch: {result.text}.")
-                    raise StoreUnavailable(f"The watch at {endpoint} ended ({result.text}).")
-                self._check_cluster(endpoint, result)
-                answer = etcd_http.watch_answer(result)
-                if answer.compact_revision:
-                    raise compacted(prefix, from_revision, answer.compact_revision)
-                if answer.canceled:
-                    # etcd ends a watch with an old token in this way. If the watch ended for another cause, a
-                    # new token does no harm.
-                    gateway.forget(token)
-                    raise StoreUnavailable(f"The watch at {endpoint} was ended ({answer.reason}).")
-                yield answer
 
     async def _read(self, request: Json) -> Json:
         floor = self._revision
@@ -335,11 +270,3 @@ def _unavailable(refusals: Sequence[str]) -> StoreUnavailable:
         f"No etcd endpoint took the request, so nothing was done; check that etcd runs and has a leader: "
         f"{' '.join(refusals)}"
     )
-
-
-async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return

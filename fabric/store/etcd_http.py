@@ -14,13 +14,12 @@ it applies anything. So the request, also a write, is repeated once with a new t
 The size of an answer is checked before memory is taken. No exception of aiohttp leaves this module.
 """
 
-import asyncio
 import base64
 import binascii
 import io
 import json
 import ssl
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +33,7 @@ from fabric.store.base import (
     KeyValue,
     Operation,
     Put,
-    WatchEvent,
     key_bytes,
-    key_range,
     key_text,
 )
 
@@ -88,18 +85,6 @@ class GatewayFailure:
         return self.code in DEFINITE_CODES or self.is_no_leader
 
 
-@dataclass(frozen=True, slots=True)
-class WatchAnswer:
-    """One line of a watch. ``revision`` is the store's; 0 where the line has none."""
-
-    events: tuple[WatchEvent, ...]
-    revision: int
-    created: bool
-    canceled: bool
-    compact_revision: int
-    reason: str
-
-
 def encode(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
@@ -114,17 +99,6 @@ def list_request(start: bytes, end: bytes, revision: int, limit: int) -> Json:
     if revision:
         request["revision"] = str(revision)
     return request
-
-
-def watch_request(prefix: str, from_revision: int) -> Json:
-    start, end = key_range(prefix)
-    create: Json = {
-        "key": encode(start),
-        "range_end": encode(end),
-        "start_revision": str(from_revision),
-        "progress_notify": True,
-    }
-    return {"create_request": create}
 
 
 def transaction_request(compares: Sequence[Compare], operations: Sequence[Operation], store_id: str) -> Json:
@@ -182,15 +156,10 @@ def _failure(answer: Json, status: int) -> GatewayFailure:
 
 def unary_result(answer: Json) -> Json | GatewayFailure:
     """Return ``answer`` (of status 200), or the error in it: a streaming call sends errors so."""
-    return stream_result(answer) if "error" in answer else answer
-
-
-def stream_result(answer: Json) -> Json | GatewayFailure:
-    """Unwrap one line of a streaming call."""
-    if "error" in answer:
-        error = answer["error"]
-        return _failure(error, 200) if isinstance(error, dict) else GatewayFailure(None, str(error)[:300])
-    return _object(answer.get("result"))
+    error = answer.get("error")
+    if error is None:
+        return answer
+    return _failure(error, 200) if isinstance(error, dict) else GatewayFailure(None, str(error)[:300])
 
 
 def revision_of(answer: Json) -> int:
@@ -209,25 +178,6 @@ def failed_store_id(answer: Json) -> bytes | None:
         if entries:
             return entries[0].value
     return None
-
-
-def watch_answer(result: Json) -> WatchAnswer:
-    events = []
-    for item in _array(result, "events"):
-        event = _object(item)
-        key_value = _key_value(_object(event.get("kv", {})))
-        kind = event.get("type", "PUT")
-        if kind not in ("PUT", "DELETE"):
-            raise StoreError(_strange(f"a watch event of the unknown type {str(kind)[:40]!r}"))
-        events.append(WatchEvent("put" if kind == "PUT" else "delete", key_value, key_value.mod_revision))
-    return WatchAnswer(
-        events=tuple(events),
-        revision=revision_of(result),
-        created=bool(result.get("created", False)),
-        canceled=bool(result.get("canceled", False)),
-        compact_revision=integer(result, "compact_revision"),
-        reason=str(result.get("cancel_reason", ""))[:300],
-    )
 
 
 def version_warning(version: object) -> str | None:
@@ -362,7 +312,7 @@ _HEADERS = {
     "Content-Type": "application/json",
     "Accept-Encoding": "identity",
     # With this header an etcd server without a leader refuses a request at once, not after its own long
-    # timeout. Without this header a watch would not learn that etcd has no leader.
+    # timeout.
     "Grpc-Metadata-hasleader": "true",
 }
 
@@ -378,10 +328,9 @@ class Gateway:
         self._access = access
         self._tls = access.context()
         self._token = ""
-        self.closed = asyncio.Event()
+        self._closed = False
         self._attempt_timeout_s = attempt_timeout_s
         self._preferred = 0
-        self._streams: set[aiohttp.ClientResponse] = set()
         self._kept = self._session(force_close=False)
         self._fresh = self._session(force_close=True)
 
@@ -405,20 +354,11 @@ class Gateway:
         used = await self._authorise(endpoint)
         answer = await self._post(endpoint, path, request, fresh=fresh)
         if self._access.user and isinstance(answer, GatewayFailure) and answer.is_old_token:
-            self.forget(used)
+            if self._token == used:
+                self._token = ""
             await self._authorise(endpoint)
             answer = await self._post(endpoint, path, request, fresh=fresh)
         return answer
-
-    def forget(self, token: str) -> None:
-        """Forget a refused token (see ``token``): the next request fetches a new token."""
-        if self._token == token:
-            self._token = ""
-
-    @property
-    def token(self) -> str:
-        """The token that requests carry now; empty before the first request and without a user."""
-        return self._token
 
     async def _authorise(self, endpoint: str) -> str:
         """Return the token, asked for where there is none; empty without a user."""
@@ -442,14 +382,16 @@ class Gateway:
     async def _post(
         self, endpoint: str, path: str, request: Json, *, fresh: bool = False
     ) -> Json | GatewayFailure:
-        self._check_open(endpoint)
+        if self._closed:
+            raise StoreUnavailable(f"Nothing was sent to {endpoint}, since the store was closed meanwhile.")
+        headers = {"Authorization": self._token} if self._token else {}
         session = self._fresh if fresh else self._kept
         # A file object, because aiohttp writes it in pieces: a large body does not block the event loop.
         body = io.BytesIO(json.dumps(request).encode())
         try:
             # Follow no redirects: etcd sends none, and a body must not be sent twice.
             async with session.post(
-                endpoint + path, data=body, headers=self._headers(), allow_redirects=False
+                endpoint + path, data=body, headers=headers, allow_redirects=False
             ) as response:
                 answer = await _bounded(response)
                 if response.status != 200:
@@ -459,61 +401,18 @@ class Gateway:
             raise StoreUnavailable(f"The etcd endpoint {endpoint} cannot be reached ({error}).") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise StoreIndefinite(
-                f"The etcd endpoint {endpoint} did not answer ({_reason(error)}): what was asked may or may "
-                "not have been done, read again before going on."
+                f"The etcd endpoint {endpoint} did not answer ({str(error) or type(error).__name__}): what "
+                "was asked may or may not have been done, read again before going on."
             ) from error
         try:
             return unary_result(parse(answer))
         except StoreError as error:
             raise StoreIndefinite(f"{error} What was asked of {endpoint} may or may not be done.") from error
 
-    async def stream(
-        self, endpoint: str, path: str, request: Json, *, silence_s: float
-    ) -> AsyncGenerator[Json | GatewayFailure, None]:
-        """Send one request; yield its answers until the other side ends it or is silent for ``silence_s``.
-
-        Silence may be normal; only another request can tell a quiet host from a lost one.
-
-        Raises StoreUnavailable when the connection is lost, or does not begin within the attempt's timeout.
-        """
-        self._check_open(endpoint)
-        timeout = aiohttp.ClientTimeout(total=None, connect=self._attempt_timeout_s, sock_read=silence_s)
-        url, body = endpoint + path, json.dumps(request).encode()
-        try:
-            async with asyncio.timeout(self._attempt_timeout_s):
-                await self._authorise(endpoint)
-                response = await self._kept.post(
-                    url, data=body, headers=self._headers(), timeout=timeout, allow_redirects=False
-                )
-            self._streams.add(response)
-            try:
-                if response.status != 200:
-                    yield failure(response.status, await _bounded(response))
-                    return
-                async for line in _lines(response):
-                    yield stream_result(parse(line))
-            except aiohttp.SocketTimeoutError:
-                return  # the watch was silent for too long, so it ends
-            finally:
-                self._streams.discard(response)
-                response.close()
-        except (aiohttp.ClientError, StoreIndefinite, TimeoutError, OSError) as error:
-            raise StoreUnavailable(f"The watch at {endpoint} was lost ({_reason(error)}).") from error
-
     async def close(self) -> None:
-        self.closed.set()
-        # Closing a session does not wake the tasks that read its answers.
-        for response in tuple(self._streams):
-            response.close()
+        self._closed = True
         await self._kept.close()
         await self._fresh.close()
-
-    def _check_open(self, endpoint: str) -> None:
-        if self.closed.is_set():
-            raise StoreUnavailable(f"Nothing was sent to {endpoint}, since the store was closed meanwhile.")
-
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": self._token} if self._token else {}
 
     def _session(self, *, force_close: bool) -> aiohttp.ClientSession:
         timeout_s = self._attempt_timeout_s
@@ -532,30 +431,8 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
     while chunk := await response.content.readany():
         body += chunk
         if len(body) > MAX_ANSWER_BYTES:
-            raise StoreIndefinite(_too_large(str(response.url.origin())))
+            raise StoreIndefinite(
+                f"The etcd endpoint {response.url.origin()} sent more than {MAX_ANSWER_BYTES} bytes: store "
+                "and list less."
+            )
     return bytes(body)
-
-
-async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """Yield the non-empty lines of a body; leave out a last line that was cut off."""
-    buffer = bytearray()
-    scanned = 0
-    while chunk := await response.content.readany():
-        buffer += chunk
-        while (end := buffer.find(b"\n", scanned)) >= 0:
-            line = bytes(buffer[:end]).strip()
-            del buffer[: end + 1]
-            scanned = 0
-            if line:
-                yield line
-        scanned = len(buffer)
-        if scanned > MAX_ANSWER_BYTES:
-            raise StoreIndefinite(_too_large(str(response.url.origin())))
-
-
-def _too_large(endpoint: str) -> str:
-    return f"The etcd endpoint {endpoint} sent more than {MAX_ANSWER_BYTES} bytes: store and list less."
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__

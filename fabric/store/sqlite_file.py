@@ -3,7 +3,7 @@
 The problem: several processes on one machine share a file, any of them may be killed in mid-commit, and
 leases must end even when no process runs. The mechanism: write-ahead log with ``synchronous=FULL`` (a commit
 that returned survives a power cut), every transaction ``BEGIN IMMEDIATE`` (no other process writes between
-guard and change), and a bounded history table that watches read.
+guard and change).
 
 Leases are deadlines on the monotonic clock, which all processes of one machine share and which no change of
 the wall clock moves. That clock starts again with the machine, so each lease also names the boot it was
@@ -19,12 +19,11 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.runtime.system_calls import boot_id
@@ -35,22 +34,14 @@ from fabric.store.base import (
     Lease,
     Operation,
     Put,
-    WatchEvent,
     check_transaction,
     check_ttl,
-    check_watch,
-    compacted,
     key_bytes,
     key_range,
     key_text,
     lease_gone,
     settle_store_id,
 )
-
-# The number of revisions for which a watch can start in the past.
-HISTORY_REVISIONS = 1000
-# The most changes that a watch reads at once, which bounds its memory.
-CHANGES_PER_READ = 64
 
 APPLICATION_ID = 0x46414252
 SCHEMA_VERSION = 1
@@ -63,15 +54,8 @@ CREATE TABLE keys (
 CREATE TABLE leases (
     id INTEGER PRIMARY KEY, ttl_s REAL NOT NULL, deadline_s REAL NOT NULL, boot TEXT NOT NULL
 );
-CREATE TABLE history (
-    revision INTEGER NOT NULL, position INTEGER NOT NULL, kind TEXT NOT NULL,
-    key BLOB NOT NULL, value BLOB NOT NULL, create_revision INTEGER NOT NULL, lease INTEGER NOT NULL,
-    PRIMARY KEY (revision, position)
-) WITHOUT ROWID;
 INSERT INTO store VALUES (1, 1);
 """
-
-Cursor = tuple[int, int]
 
 
 class SqliteFile:
@@ -100,11 +84,13 @@ class SqliteFile:
         return None if row is None else _key_value(*row)
 
     def find(self, prefix: str) -> tuple[list[KeyValue], int]:
-        where, bounds = _key_condition(prefix)
+        start, end = key_range(prefix)
+        # A key is UTF-8 text, which never contains 0xff.
+        bounds = (start, b"\xff" if end == b"\0" else end, MAX_LISTED_KEYS + 1)
         with self._reading() as connection:
             query = (
-                f"SELECT key, value, create_revision, mod_revision, lease FROM keys WHERE {where} "  # noqa: S608 - fixed text
-                f"ORDER BY key LIMIT {MAX_LISTED_KEYS + 1}"
+                "SELECT key, value, create_revision, mod_revision, lease FROM keys "
+                "WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
             )
             rows = connection.execute(query, bounds).fetchall()
             revision = self._revision()
@@ -113,13 +99,19 @@ class SqliteFile:
         return [_key_value(*row) for row in rows], revision
 
     def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
-        with self._writing():
+        with self._writing() as connection:
             self._expire()
-            if not all(self._holds(compare) for compare in compares):
-                return None
+            query = "SELECT create_revision, mod_revision FROM keys WHERE key = ?"
+            for compare in compares:
+                if not compare.holds(
+                    *connection.execute(query, (key_bytes(compare.key),)).fetchone() or (0, 0)
+                ):
+                    return None
+            query = "SELECT 1 FROM leases WHERE id = ?"
             for operation in operations:
-                if isinstance(operation, Put) and operation.lease and not self._is_lease(operation.lease):
-                    raise lease_gone(operation.lease)
+                lease = operation.lease if isinstance(operation, Put) else 0
+                if lease and connection.execute(query, (lease,)).fetchone() is None:
+                    raise lease_gone(lease)
             self._apply(operations)
             return self._revision()
 
@@ -147,24 +139,6 @@ class SqliteFile:
     def revoke(self, lease_id: int) -> None:
         with self._writing():
             self._end_lease(lease_id)
-
-    def changes(self, prefix: str, cursor: Cursor) -> tuple[list[WatchEvent], Cursor]:
-        """Return a bounded part of the changes from a cursor (revision, position) on, and the next cursor."""
-        where, bounds = _key_condition(prefix)
-        with self._reading() as connection:
-            revision = self._revision()
-            oldest = max(1, revision - HISTORY_REVISIONS + 1)
-            if cursor[0] < oldest:
-                raise compacted(prefix, cursor[0], oldest)
-            query = (
-                "SELECT revision, position, kind, key, value, create_revision, lease FROM history "  # noqa: S608 - fixed text
-                f"WHERE (revision, position) >= (?, ?) AND {where} "
-                f"ORDER BY revision, position LIMIT {CHANGES_PER_READ}"
-            )
-            rows = connection.execute(query, (*cursor, *bounds)).fetchall()
-        if len(rows) == CHANGES_PER_READ:
-            return [_event(*row) for row in rows], (rows[-1][0], rows[-1][1] + 1)
-        return [_event(*row) for row in rows], max(cursor, (revision + 1, 0))
 
     def close(self) -> None:
         with suppress(sqlite3.Error):
@@ -325,15 +299,6 @@ class SqliteFile:
     def _revision(self) -> int:
         return int(self._connection.execute("SELECT revision FROM store").fetchone()[0])
 
-    def _holds(self, compare: Compare) -> bool:
-        query = "SELECT create_revision, mod_revision FROM keys WHERE key = ?"
-        row = self._connection.execute(query, (key_bytes(compare.key),)).fetchone() or (0, 0)
-        return compare.holds(int(row[0]), int(row[1]))
-
-    def _is_lease(self, lease_id: int) -> bool:
-        query = "SELECT 1 FROM leases WHERE id = ?"
-        return self._connection.execute(query, (lease_id,)).fetchone() is not None
-
     def _expired(self) -> list[int]:
         now_s = self._clock()
         # A lease whose deadline is further away than its TTL was counted on another clock: it has ended as
@@ -347,37 +312,30 @@ class SqliteFile:
 
     def _end_lease(self, lease_id: int) -> None:
         self._connection.execute("DELETE FROM leases WHERE id = ?", (lease_id,))
-        keys = self._connection.execute("SELECT key FROM keys WHERE lease = ? ORDER BY key", (lease_id,))
-        self._record([_Change("delete", bytes(row[0])) for row in keys.fetchall()])
+        if self._connection.execute("DELETE FROM keys WHERE lease = ?", (lease_id,)).rowcount:
+            self._connection.execute("UPDATE store SET revision = revision + 1")
 
     def _apply(self, operations: Sequence[Operation]) -> None:
-        changes = []
+        """Apply the operations as one revision, in the open transaction; without a change there is none."""
+        execute = self._connection.execute
+        revision = self._revision() + 1
+        changes = 0
         for operation in operations:
             key = key_bytes(operation.key)
             if isinstance(operation, Put):
-                changes.append(_Change("put", key, bytes(operation.value), operation.lease))
-            elif self._connection.execute("SELECT 1 FROM keys WHERE key = ?", (key,)).fetchone():
-                changes.append(_Change("delete", key))
-        self._record(changes)
-
-    def _record(self, changes: Sequence["_Change"]) -> None:
-        """Apply ``changes`` as one revision, in the open transaction."""
-        if not changes:
-            return
-        execute = self._connection.execute
-        revision = self._revision() + 1
-        for position, (kind, key, value, lease) in enumerate(changes):
-            created = 0
-            if kind == "put":
                 before = execute("SELECT create_revision FROM keys WHERE key = ?", (key,)).fetchone()
-                created = before[0] if before else revision
-                execute("REPLACE INTO keys VALUES (?, ?, ?, ?, ?)", (key, value, created, revision, lease))
+                row = (
+                    key,
+                    bytes(operation.value),
+                    before[0] if before else revision,
+                    revision,
+                    operation.lease,
+                )
+                changes += execute("REPLACE INTO keys VALUES (?, ?, ?, ?, ?)", row).rowcount
             else:
-                execute("DELETE FROM keys WHERE key = ?", (key,))
-            row = (revision, position, kind, key, value, created, lease)
-            execute("INSERT INTO history VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        execute("DELETE FROM history WHERE revision <= ?", (revision - HISTORY_REVISIONS,))
-        execute("UPDATE store SET revision = ?", (revision,))
+                changes += execute("DELETE FROM keys WHERE key = ?", (key,)).rowcount
+        if changes:
+            execute("UPDATE store SET revision = ?", (revision,))
 
     def _translated(self, error: sqlite3.Error | OSError) -> StoreError:
         name = getattr(error, "sqlite_errorname", "") or ""
@@ -401,31 +359,9 @@ _WHAT_TO_DO = {
 }
 
 
-def _key_condition(prefix: str) -> tuple[str, tuple[bytes, ...]]:
-    start, end = key_range(prefix)
-    return ("key >= ?", (start,)) if end == b"\0" else ("key >= ? AND key < ?", (start, end))
-
-
-class _Change(NamedTuple):
-    kind: str  # kind of the change: "put" or "delete"
-    key: bytes
-    value: bytes = b""
-    lease: int = 0
-
-
 def _key_value(key: bytes, value: bytes, created: int, modified: int, lease: int) -> KeyValue:
     return KeyValue(key_text(bytes(key)), bytes(value), created, modified, lease)
 
-
-def _event(
-    revision: int, _position: int, kind: str, key: bytes, value: bytes, created: int, lease: int
-) -> WatchEvent:
-    key_value = KeyValue(key_text(bytes(key)), bytes(value), created, revision, lease)
-    return WatchEvent("put" if kind == "put" else "delete", key_value, revision)
-
-
-# The longest delay until a watch sees another process's write or the end of a lease.
-POLL_S = 0.05
 
 Answer = TypeVar("Answer")
 
@@ -434,9 +370,7 @@ class SqliteStore:
     """A handle on the file at ``path``; it and its directory must be writable, the file need not exist.
 
     The handle's own thread makes all blocking calls, in order, so the event loop never waits for a disk and
-    SQLite sees one thread. A watch polls, because another process cannot notify it: one cheap indexed read
-    every ``POLL_S``. A write through this handle wakes its watches at once. See ``SqliteFile`` for history,
-    leases and reboots.
+    SQLite sees one thread. See ``SqliteFile`` for leases and reboots.
     """
 
     def __init__(self, path: Path, *, attempt_timeout_s: float) -> None:
@@ -446,7 +380,6 @@ class SqliteStore:
         self._file: SqliteFile | None = None
         self._problem = ""
         self._thread: ThreadPoolExecutor | None = None
-        self._wake = asyncio.Event()
 
     async def connect(self) -> str:
         if self._file is None:
@@ -474,9 +407,7 @@ class SqliteStore:
 
     async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
         check_transaction(compares, operations)
-        revision = await self._call(lambda file: file.commit(compares, operations))
-        self._wake_watches()
-        return revision
+        return await self._call(lambda file: file.commit(compares, operations))
 
     async def grant_lease(self, ttl_s: float) -> Lease:
         check_ttl(ttl_s)
@@ -487,30 +418,10 @@ class SqliteStore:
 
     async def revoke(self, lease_id: int) -> None:
         await self._call(lambda file: file.revoke(lease_id))
-        self._wake_watches()
-
-    async def watch(self, prefix: str, from_revision: int) -> AsyncGenerator[WatchEvent, None]:
-        check_watch(from_revision)
-        key_range(prefix)
-        cursor: Cursor = (from_revision, 0)
-        while True:
-            wake = self._wake
-            if self._file is None:
-                return
-            events, cursor = await self._call(partial(SqliteFile.changes, prefix=prefix, cursor=cursor))
-            for event in events:
-                yield event
-            if not events:
-                try:
-                    async with asyncio.timeout(POLL_S):
-                        await wake.wait()
-                except TimeoutError:
-                    continue
 
     async def close(self) -> None:
         file, thread = self._file, self._thread
         self._file = self._thread = None
-        self._wake_watches()
         if file is not None and thread is not None:
             await asyncio.get_running_loop().run_in_executor(thread, file.close)
             thread.shutdown(wait=False)
@@ -522,7 +433,3 @@ class SqliteStore:
             unasked = f"The store {self._path} is not connected: call connect() first."
             raise StoreError(self._problem or unasked)
         return await asyncio.get_running_loop().run_in_executor(thread, operation, file)
-
-    def _wake_watches(self) -> None:
-        self._wake.set()
-        self._wake = asyncio.Event()

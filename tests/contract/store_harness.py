@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from fabric.store.base import Store, WatchEvent
+from fabric.store.base import Store
 
 DEADLINE_S = 20.0
 
@@ -34,11 +34,6 @@ class Backend:
 async def soon(awaitable: Awaitable[Answer]) -> Answer:
     """Await with a deadline that only a broken store reaches."""
     return await asyncio.wait_for(awaitable, DEADLINE_S)
-
-
-async def take(watch: AsyncGenerator[WatchEvent, None], count: int) -> list[WatchEvent]:
-    """Return the next events of a watch."""
-    return [await soon(anext(watch)) for _ in range(count)]
 
 
 async def wait_for(condition: Callable[[], Awaitable[object]], what: str) -> None:

@@ -1,4 +1,4 @@
-"""Promises of the store that need a real etcd: lost answers, cut watches, dead members, another client."""
+"""Promises of the store that need a real etcd: lost answers, dead members, another client."""
 
 import asyncio
 import json
@@ -7,18 +7,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from etcd_process import EtcdMember, free_ports, running_cluster, running_etcd
-from store_harness import soon, take, wait_for
+from store_harness import soon, wait_for
 from tcp_proxy import TcpProxy, tcp_proxy
 
-from fabric.errors import Compacted, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.store import open_store
-from fabric.store.base import STORE_ID_KEY, Compare, Delete, Put, Store
+from fabric.store.base import STORE_ID_KEY, Compare, Put, Store
 from fabric.store.etcd import EtcdStore
 
 T = TypeVar("T")
@@ -167,108 +167,6 @@ async def test_an_only_endpoint_that_drops_reads_is_unavailable(proxy: TcpProxy,
             await store.keep_alive(lease.id)
 
 
-async def test_a_watch_resumes_where_its_connection_was_cut(
-    proxy: TcpProxy, direct: Store, prefix: str
-) -> None:
-    async with connected(f"etcd://{proxy.address}") as store:
-        _, revision = await store.list(prefix)
-        async with aclosing(store.watch(prefix, revision + 1)) as watch:
-            await direct.commit([], [Put(prefix + "a", b"0")])
-            seen = await take(watch, 1)
-            for index in range(1, 4):
-                connections = proxy.connections
-                proxy.cut()
-                # Write while no watch is connected, or just when the watch comes back.
-                await direct.commit([], [Put(prefix + "a", str(index).encode())])
-                await direct.commit([], [Put(prefix + "b", b""), Delete(prefix + "b")][:1])
-                await direct.commit([], [Delete(prefix + "b")])
-                seen += await take(watch, 3)
-                assert proxy.connections > connections
-    told = [(event.kind, event.key_value.key[-1], event.key_value.value) for event in seen]
-    assert told[0] == ("put", "a", b"0")
-    for index in range(1, 4):
-        block = told[3 * index - 2 : 3 * index + 1]
-        assert block == [("put", "a", str(index).encode()), ("put", "b", b""), ("delete", "b", b"")]
-
-
-async def test_a_silent_watch_is_replaced(proxy: TcpProxy, direct: Store, prefix: str) -> None:
-    async with connected(f"etcd://{proxy.address}", watch_silence_s=0.3, attempt_timeout_s=0.5) as store:
-        _, revision = await store.list(prefix)
-        async with aclosing(store.watch(prefix, revision + 1)) as watch:
-            await direct.commit([], [Put(prefix + "a", b"1")])
-            await take(watch, 1)
-            proxy.mode = "mute"
-            await direct.commit([], [Put(prefix + "a", b"2")])
-            waiting = asyncio.ensure_future(soon(anext(watch)))
-            connections = proxy.connections
-
-            async def dialled_again() -> bool:
-                return proxy.connections > connections
-
-            await wait_for(dialled_again, "the watch to give up its silent connection")
-            proxy.mode = "pass"
-            assert (await waiting).key_value.value == b"2"
-
-
-async def test_a_quiet_watch_is_not_called_lost(
-    proxy: TcpProxy, direct: Store, prefix: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A quiet watch changes its connection now and then, without reporting a loss."""
-    caplog.set_level("DEBUG", logger="fabric.store")
-    async with connected(f"etcd://{proxy.address}", watch_silence_s=0.2) as store:
-        _, revision = await store.list(prefix)
-        async with aclosing(store.watch(prefix, revision + 1)) as watch:
-            waiting = asyncio.ensure_future(soon(anext(watch)))
-            connections = proxy.connections
-
-            async def looked_again() -> bool:
-                return proxy.connections >= connections + 3
-
-            await wait_for(looked_again, "the quiet watch to look three times")
-            assert caplog.messages == []
-            await direct.commit([], [Put(prefix + "a", b"1")])
-            assert (await waiting).key_value.value == b"1"
-            waiting = asyncio.ensure_future(anext(watch))
-
-            async def said_so() -> bool:
-                proxy.cut()
-                return any("was lost" in message for message in caplog.messages)
-
-            await wait_for(said_so, "a watch that is cut to be called lost")
-            waiting.cancel()
-            with suppress(asyncio.CancelledError):
-                await waiting
-
-
-async def test_a_watch_moves_on_to_the_next_endpoint(
-    etcd_url: str, proxy: TcpProxy, direct: Store, prefix: str
-) -> None:
-    url = f"etcd://{proxy.address},127.0.0.1:{port_of(etcd_url)}"
-    async with connected(url, watch_silence_s=0.3, attempt_timeout_s=0.5) as store:
-        _, revision = await store.list(prefix)
-        async with aclosing(store.watch(prefix, revision + 1)) as watch:
-            await direct.commit([], [Put(prefix + "a", b"1")])
-            await take(watch, 1)
-            proxy.mode = "mute"
-            await direct.commit([], [Put(prefix + "a", b"2")])
-            assert [event.key_value.value for event in await take(watch, 1)] == [b"2"]
-
-
-async def test_an_etcd_watch_from_a_compacted_revision_is_an_error(tmp_path: Path, prefix: str) -> None:
-    with running_etcd(tmp_path) as etcd:
-        async with connected(etcd.url) as store:
-            for index in range(4):
-                revision = await store.commit([], [Put(prefix + "a", str(index).encode())])
-            assert isinstance(store, EtcdStore) and store._gateway is not None and revision is not None
-            compaction = {"revision": str(revision)}
-            answer = await store._gateway.post(f"http://{etcd.address}", "/v3/kv/compaction", compaction)
-            assert isinstance(answer, dict)
-            with pytest.raises(Compacted, match="list the keys again"):
-                await soon(anext(store.watch(prefix, revision - 2)))
-            async with aclosing(store.watch(prefix, revision)) as watch:
-                assert [event.revision for event in await take(watch, 1)] == [revision]
-
-
 async def test_one_dead_endpoint_of_two_is_only_a_warning(etcd_url: str, prefix: str) -> None:
     dead = address_nobody_listens_at()
     async with connected(f"etcd://{dead},127.0.0.1:{port_of(etcd_url)}") as store:
@@ -277,8 +175,6 @@ async def test_one_dead_endpoint_of_two_is_only_a_warning(etcd_url: str, prefix:
         assert revision is not None
         found = await store.get(prefix + "a")
         assert found is not None and found.value == b"1"
-        async with aclosing(store.watch(prefix, revision)) as watch:
-            assert len(await take(watch, 1)) == 1
         lease = await store.grant_lease(10)
         assert await store.keep_alive(lease.id) == 10
 
@@ -379,8 +275,7 @@ async def test_a_frozen_leader_does_not_stop_the_others(cluster: list[EtcdMember
             await wait_for(
                 lambda: written(store, prefix + "b"), "a write to succeed without the frozen leader"
             )
-            async with aclosing(store.watch(prefix, revision)) as watch:
-                assert [event.key_value.value for event in await take(watch, 2)] == [b"1", b"2"]
+            assert [kv.value for kv in (await store.list(prefix))[0]] == [b"1", b"2"]
         finally:
             leader.resume()
 
@@ -393,11 +288,8 @@ async def test_a_killed_leader_does_not_stop_the_others(tmp_path: Path, prefix: 
             lease = await store.grant_lease(30)
             revision = await store.commit([], [Put(prefix + "a", b"1", lease.id)])
             assert revision is not None
-            async with aclosing(store.watch(prefix, revision)) as watch:
-                await take(watch, 1)
-                leader.stop()
-                await wait_for(lambda: written(store, prefix + "b"), "a write to succeed without the leader")
-                assert [event.key_value.key for event in await take(watch, 1)] == [prefix + "b"]
+            leader.stop()
+            await wait_for(lambda: written(store, prefix + "b"), "a write to succeed without the leader")
             assert await store.keep_alive(lease.id) == lease.ttl_s
 
 
@@ -428,16 +320,13 @@ async def test_a_whole_cluster_that_was_away_is_the_same_store(tmp_path: Path, p
             lease = await store.grant_lease(60)
             revision = await store.commit([], [Put(prefix + "a", b"1", lease.id)])
             assert revision is not None
-            async with aclosing(store.watch(prefix, revision + 1)) as watch:
-                waiting = asyncio.ensure_future(soon(anext(watch)))
-                for member in members:
-                    member.stop()
-                with pytest.raises(StoreUnavailable, match="check that etcd runs"):
-                    await store.commit([], [Put(prefix + "b", b"0")])
-                for member in members:
-                    member.launch()
-                await wait_for(lambda: written(store, prefix + "b"), "the cluster to be back")
-                assert (await waiting).key_value.key == prefix + "b"
+            for member in members:
+                member.stop()
+            with pytest.raises(StoreUnavailable, match="check that etcd runs"):
+                await store.commit([], [Put(prefix + "b", b"0")])
+            for member in members:
+                member.launch()
+            await wait_for(lambda: written(store, prefix + "b"), "the cluster to be back")
             found = await once_led(lambda: store.get(prefix + "a"))
             assert found is not None and found.mod_revision == revision
             left_s = await once_led(lambda: store.keep_alive(lease.id))
@@ -463,8 +352,6 @@ async def test_a_member_without_a_leader_refuses_definitely(tmp_path: Path, pref
                 return False
 
             await wait_for(refuses, "the last member to notice that it has no leader")
-            watch = store.watch(prefix, revision + 1)
-            waiting = asyncio.ensure_future(soon(anext(watch)))
             members[1].start()
 
             async def write() -> bool:
@@ -474,8 +361,6 @@ async def test_a_member_without_a_leader_refuses_definitely(tmp_path: Path, pref
                     return False
 
             await wait_for(write, "two of three members to elect a leader")
-            assert (await waiting).key_value.value == b"2"
-            await watch.aclose()
 
 
 def witness(port: int, *arguments: str) -> str:
@@ -507,16 +392,11 @@ async def test_another_client_reads_what_we_wrote(etcd_url: str, direct: Store, 
     assert json.loads(await asyncio.to_thread(witness, port_of(etcd_url), "read", *values)) == [None] * 3
 
 
-async def test_we_read_and_watch_what_another_client_wrote(etcd_url: str, direct: Store, prefix: str) -> None:
+async def test_we_read_what_another_client_wrote(etcd_url: str, direct: Store, prefix: str) -> None:
     key, value = prefix + "schlüssel-鍵", bytes(range(255, -1, -1))
-    _, revision = await direct.list(prefix)
     port = port_of(etcd_url)
-    async with aclosing(direct.watch(prefix, revision + 1)) as watch:
-        lease = int(await asyncio.to_thread(witness, port, "lease", key, value.hex(), "60"))
-        [event] = await take(watch, 1)
-        assert event.key_value == await direct.get(key)
-        assert (event.key_value.key, event.key_value.value, event.key_value.lease) == (key, value, lease)
-        await asyncio.to_thread(witness, port, "delete", key)
-        [event] = await take(watch, 1)
-        assert (event.kind, event.key_value.key) == ("delete", key)
+    lease = int(await asyncio.to_thread(witness, port, "lease", key, value.hex(), "60"))
+    found = await direct.get(key)
+    assert found is not None and (found.key, found.value, found.lease) == (key, value, lease)
+    await asyncio.to_thread(witness, port, "delete", key)
     assert await direct.get(key) is None

@@ -2,14 +2,14 @@
 
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
 from authority import Authority
 from etcd_process import EtcdMember, free_ports, require_etcd, running_etcd, wait_until
-from store_harness import soon, take
+from store_harness import soon
 
 from fabric.errors import ConfigError, StoreError, StoreUnavailable
 from fabric.store import Compare, EtcdAccess, Put, open_store
@@ -61,17 +61,11 @@ async def test_a_user_with_a_password_is_let_in_and_its_token_is_renewed(tmp_pat
         await store.connect()
         lease = await store.grant_lease(60)
         assert await store.commit([Compare("/test/a", create_revision=0)], [Put("/test/a", b"1", lease.id)])
-        _, revision = await store.list("/test/")
-        async with aclosing(store.watch("/test/", revision + 1)) as watch:
-            await store.commit([], [Put("/test/b", b"1")])
-            await take(watch, 1)
-            # etcd keeps tokens in memory, so a restarted etcd knows none of the old tokens.
-            member.stop()
-            member.start()
-            assert await store.commit([], [Put("/test/b", b"2")]), "a write with an old token is made again"
-            assert await store.keep_alive(lease.id) == lease.ttl_s
-            (event,) = await take(watch, 1)
-            assert event.key_value.value == b"2"
+        # etcd keeps tokens in memory, so a restarted etcd knows none of the old tokens.
+        member.stop()
+        member.start()
+        assert await store.commit([], [Put("/test/b", b"2")]), "a write with an old token is made again"
+        assert await store.keep_alive(lease.id) == lease.ttl_s
         await store.close()
 
 

@@ -9,9 +9,8 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from store_harness import soon
 
-from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.store import etcd_http, open_store
 from fabric.store.base import Compare, Delete, Put, Store
 
@@ -110,7 +109,7 @@ async def test_an_answer_without_bound_is_cut_off(monkeypatch: pytest.MonkeyPatc
         except ConnectionError:
             return response
 
-    async with posing({COMMIT: flood, "/v3/lease/grant": flood, "/v3/watch": flood}) as store:
+    async with posing({COMMIT: flood, "/v3/lease/grant": flood}) as store:
         with pytest.raises(StoreIndefinite, match="more than 1048576 bytes"):
             await store.commit([], [Put("/a", b"1")])
         with pytest.raises(StoreIndefinite, match="more than 1048576 bytes"):
@@ -171,55 +170,6 @@ async def test_a_renewal_without_a_ttl_is_a_lease_that_ended(answer: object) -> 
     async with posing({"/v3/lease/keepalive": answer}) as store:
         with pytest.raises(LeaseGone):
             await store.keep_alive(5)
-
-
-@pytest.mark.parametrize(
-    ("lines", "error"),
-    [
-        ([{"result": {"header": HEADER, "canceled": True, "compact_revision": "9"}}], Compacted),
-        ([{"result": {"header": HEADER, "events": [{"type": "MOVED", "kv": {}}]}}], StoreError),
-        ([{"result": {"header": HEADER, "events": {}}}], StoreError),
-        ([{"result": {"header": {"cluster_id": "8"}}}], StoreError),
-        ([{"error": {"grpc_code": 7, "message": "etcdserver: permission denied"}}], StoreError),
-        (["x"], StoreError),
-    ],
-)
-async def test_a_watch_that_cannot_go_on_says_so(lines: list[object], error: type[StoreError]) -> None:
-    body = "".join(json.dumps(line) + "\n" for line in lines)
-    async with posing({"/v3/watch": (200, body)}) as store:
-        with pytest.raises(StoreError) as caught:
-            await soon(anext(store.watch("/a", 3)))
-        assert type(caught.value) is error
-
-
-async def test_a_watch_goes_on_after_passing_errors() -> None:
-    """After a temporary error, a cut line or a progress notice, the watch resumes from the right revision."""
-    asked: list[int] = []
-    event = {"kv": {"key": "YQ==", "value": "MQ==", "create_revision": "8", "mod_revision": "8"}}
-    bodies = [
-        (503, "no endpoints available"),
-        (200, json.dumps({"error": {"grpc_code": 14, "message": "etcdserver: no leader"}}) + "\n"),
-        (200, json.dumps({"result": {"header": HEADER, "canceled": True}}) + "\n"),
-        # "created" has the store's revision, and a progress notice the watch's revision.
-        (200, json.dumps({"result": {"header": {**HEADER, "revision": "20"}, "created": True}}) + "\n"),
-        (200, json.dumps({"result": {"header": {**HEADER, "revision": "6"}}}) + "\n"),
-        (200, json.dumps({"result": {"header": HEADER, "events": [event]}})),
-        (200, json.dumps({"result": {"header": {**HEADER, "revision": "9"}, "events": [event]}}) + "\n"),
-        (200, json.dumps({"result": {"header": HEADER, "canceled": True, "compact_revision": "9"}}) + "\n"),
-    ]
-
-    async def watch(request: web.Request) -> web.Response:
-        asked.append(int((await request.json())["create_request"]["start_revision"]))
-        status, text = bodies[len(asked) - 1]
-        return web.Response(status=status, text=text)
-
-    async with posing({"/v3/watch": watch}) as store:
-        events = store.watch("", 3)
-        first = await soon(anext(events))
-        assert (first.key_value.key, first.revision) == ("a", 8)
-        with pytest.raises(Compacted):
-            await soon(anext(events))
-    assert asked == [3, 3, 3, 3, 3, 7, 7, 9]
 
 
 @pytest.mark.parametrize(
@@ -295,8 +245,7 @@ def test_no_malformed_answer_of_etcd_is_accepted(anything: object) -> None:
     readers: list[Callable[[etcd_http.Json], object]] = [
         etcd_http.revision_of,
         etcd_http.key_values,
-        etcd_http.watch_answer,
-        etcd_http.stream_result,
+        etcd_http.unary_result,
         etcd_http.failed_store_id,
     ]
     for reader in readers:

@@ -86,5 +86,3 @@ def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
 def test_a_timeout_that_makes_no_sense_is_refused(timeout_s: float) -> None:
     with pytest.raises(ConfigError, match="attempt_timeout_s"):
         open_store("etcd://a", attempt_timeout_s=timeout_s)
-    with pytest.raises(ConfigError, match="watch_silence_s"):
-        open_store("etcd://a", watch_silence_s=timeout_s)

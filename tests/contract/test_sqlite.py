@@ -9,15 +9,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from store_harness import soon, take
 
-from fabric.errors import Compacted, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.store import open_store, sqlite_file
+from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.store import open_store
 from fabric.store.base import Compare, Put, Store
 from fabric.store.sqlite_file import SqliteFile
 
@@ -83,8 +82,6 @@ async def test_committed_keys_are_there_when_the_file_is_opened_again(path: Path
         assert await store.connect() == store_id
         found = await store.get("/a")
         assert found is not None and (found.value, found.mod_revision) == (b"1", revision)
-        async with aclosing(store.watch("/a", revision)) as watch:
-            assert len(await take(watch, 1)) == 1
 
 
 async def test_processes_that_compete_lose_no_update(path: Path) -> None:
@@ -133,8 +130,6 @@ async def test_a_process_killed_while_it_commits_leaves_whole_transactions(path:
             assert (left.value, left.mod_revision) == (right.value, right.mod_revision)
             # The file must hold every confirmed key, and may hold the unconfirmed last key.
             assert int(left.value) in (int(told), int(told) + 1)
-            async with aclosing(store.watch("/", left.mod_revision)) as watch:
-                assert {event.key_value.value for event in await take(watch, 2)} == {left.value}
 
 
 async def test_a_lock_that_is_kept_is_unavailable_and_nothing_is_written(path: Path) -> None:
@@ -148,45 +143,13 @@ async def test_a_lock_that_is_kept_is_unavailable_and_nothing_is_written(path: P
         assert found is not None and found.mod_revision == revision
 
 
-async def test_a_watch_sees_what_another_process_commits(path: Path) -> None:
-    async with connected(path) as store, aclosing(store.watch("/count", 1)) as watch:
-        with worker(path, "count", "25") as process:
-            events = await take(watch, 25)
-            assert await asyncio.to_thread(process.wait, 60) == 0
-    assert [int(event.key_value.value) for event in events] == list(range(1, 26))
-
-
-async def test_an_sqlite_watch_from_a_forgotten_revision_is_an_error(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_file, "HISTORY_REVISIONS", 5)
+async def test_a_file_with_the_history_of_older_checkouts_is_opened(path: Path) -> None:
     async with connected(path) as store:
-        revisions = [await store.commit([], [Put("/a", b"")]) for _ in range(8)]
-        assert revisions[2] is not None and revisions[3] is not None
-        with pytest.raises(Compacted, match="list the keys again"):
-            await soon(anext(store.watch("/a", revisions[2])))
-        async with aclosing(store.watch("/a", revisions[3])) as watch:
-            assert [event.revision for event in await take(watch, 5)] == revisions[3:]
-
-
-async def test_a_quiet_watch_is_not_overtaken_by_the_history_of_other_keys(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_file, "HISTORY_REVISIONS", 5)
+        await store.commit([], [Put("/a", b"1")])
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE history (revision INTEGER NOT NULL, position INTEGER NOT NULL)")
     async with connected(path) as store:
-        _, revision = await store.list("")
-        async with (
-            aclosing(store.watch("/quiet", revision + 1)) as watch,
-            aclosing(store.watch("/noise", revision + 1)) as noise,
-        ):
-            waiting = asyncio.ensure_future(soon(anext(watch)))
-            for _ in range(12):
-                await store.commit([], [Put("/noise", b"")])
-                await take(noise, 1)
-                # The write woke the quiet watch too; give that watch a turn.
-                await store.get("/quiet")
-            await store.commit([], [Put("/quiet", b"1")])
-            assert (await waiting).key_value.key == "/quiet"
+        assert await store.commit([Compare("/a", mod_revision=3)], [Put("/a", b"2")]) == 4
 
 
 def test_the_clock_that_ends_leases_is_the_machine_s(path: Path) -> None:
@@ -204,8 +167,7 @@ def test_the_clock_that_ends_leases_is_the_machine_s(path: Path) -> None:
     assert one.get("/a") is None
     with pytest.raises(LeaseGone):
         two.keep_alive(lease.id)
-    events, _ = two.changes("/a", (1, 0))
-    assert [event.kind for event in events] == ["put", "delete"]
+    assert two.find("/")[0] == []
     one.close()
     two.close()
 

@@ -1,17 +1,16 @@
 """The promises of every store, one suite for all of them."""
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_store import MemorySpace, MemoryStore
-from store_harness import Backend, soon, take, wait_for
+from store_harness import Backend, wait_for
 
-from fabric.errors import Compacted, LeaseGone, StoreError
+from fabric.errors import LeaseGone, StoreError
 from fabric.store import base
-from fabric.store.base import STORE_ID_KEY, Compare, Delete, KeyValue, Put, Store, WatchEvent
+from fabric.store.base import STORE_ID_KEY, Compare, Delete, KeyValue, Put, Store
 
 SHORT_TTL_S = 0.3  # etcd rounds this up to a second or two
 
@@ -80,15 +79,13 @@ async def test_a_list_is_in_key_order_and_of_this_prefix_only(store: Store, pref
     assert revision == max(item.mod_revision for item in found) + 1
 
 
-async def test_a_large_transaction_is_listed_and_watched_whole(store: Store, prefix: str) -> None:
+async def test_a_large_transaction_is_listed_whole(store: Store, prefix: str) -> None:
     keys = [f"{prefix}{index:03}" for index in range(90)]
     await store.commit([], [Put(key, key.encode()) for key in keys])
     found, revision = await store.list(prefix)
     assert [item.key for item in found] == keys
     assert [item.value for item in found] == [key.encode() for key in keys]
     assert {item.mod_revision for item in found} == {revision}
-    async with aclosing(store.watch(prefix, revision)) as watch:
-        assert sorted(event.key_value.key for event in await take(watch, len(keys))) == keys
 
 
 async def test_a_guard_on_the_creation_revision_is_checked(store: Store, prefix: str) -> None:
@@ -145,14 +142,11 @@ async def test_the_largest_transaction_is_applied(store: Store, prefix: str) -> 
     assert len((await store.list(prefix))[0]) == base.MAX_OPERATIONS
 
 
-async def test_the_largest_value_is_kept_and_watched(store: Store, prefix: str) -> None:
+async def test_the_largest_value_is_kept(store: Store, prefix: str) -> None:
     value = bytes(range(256)) * (base.MAX_VALUE_BYTES // 256)
-    revision = await put(store, prefix + "a", value)
+    await put(store, prefix + "a", value)
     found = await store.get(prefix + "a")
     assert found is not None and found.value == value
-    async with aclosing(store.watch(prefix, revision)) as watch:
-        [event] = await take(watch, 1)
-        assert event.key_value.value == value
 
 
 @pytest.mark.parametrize(
@@ -203,8 +197,6 @@ def test_any_text_is_a_key_and_any_bytes_a_value(
             assert found is not None
             assert (found.key, found.value, found.mod_revision) == (prefix + name, value, revision)
             assert found in (await store.list(prefix + name))[0]
-            async with aclosing(store.watch(prefix, revision)) as watch:
-                assert await take(watch, 1) == [WatchEvent("put", found, revision)]
         finally:
             await store.close()
 
@@ -244,11 +236,11 @@ async def test_an_expired_lease_deletes_its_keys(store: Store, prefix: str) -> N
     assert revision is not None
     found = await store.get(keys[0])
     assert found is not None and found.lease == lease.id
-    async with aclosing(store.watch(prefix, revision + 1)) as watch:
-        events = await take(watch, 2)
-    assert [event.kind for event in events] == ["delete", "delete"]
-    assert {event.key_value.key for event in events} == set(keys)
-    assert (await store.list(prefix))[0] == []
+
+    async def gone() -> bool:
+        return (await store.list(prefix))[0] == []
+
+    await wait_for(gone, "the lease to end")
     with pytest.raises(LeaseGone):
         await store.keep_alive(lease.id)
     with pytest.raises(LeaseGone):
@@ -319,106 +311,18 @@ async def test_a_ttl_that_makes_no_sense_is_refused(store: Store, ttl_s: float) 
         await store.grant_lease(ttl_s)
 
 
-async def test_a_watch_tells_the_past_then_the_present_in_order(backend: Backend, prefix: str) -> None:
-    watcher, writer = await backend.open(), await backend.open()
-    first = await put(writer, prefix + "a", b"1")
-    second = await put(writer, prefix + "b", b"2")
-    expected = [
-        WatchEvent("put", KeyValue(prefix + "a", b"1", first, first), first),
-        WatchEvent("put", KeyValue(prefix + "b", b"2", second, second), second),
-    ]
-    async with aclosing(watcher.watch(prefix, first)) as watch:
-        assert await take(watch, 2) == expected
-        waiting = asyncio.ensure_future(soon(anext(watch)))
-        third = await put(writer, prefix + "a", b"3")
-        assert await waiting == WatchEvent("put", KeyValue(prefix + "a", b"3", first, third), third)
-        fourth = await writer.commit([], [Delete(prefix + "a")])
-        assert fourth is not None
-        assert await take(watch, 1) == [WatchEvent("delete", KeyValue(prefix + "a", b"", 0, fourth), fourth)]
-
-
-async def test_a_watch_leaves_nothing_out_and_repeats_nothing(backend: Backend, prefix: str) -> None:
-    watcher, writer = await backend.open(), await backend.open()
-    _, revision = await watcher.list(prefix)
-    count = 150  # more keys than any backend reads at once
-
-    async def write() -> None:
-        for index in range(count // 3):
-            operations = [Put(f"{prefix}{part}", str(index).encode()) for part in "xyz"]
-            await writer.commit([], operations)
-            await writer.commit([], [Put(f"/other{prefix}", b"noise")])
-
-    async with aclosing(watcher.watch(prefix, revision + 1)) as watch:
-        writing = asyncio.ensure_future(write())
-        events = await take(watch, count)
-        await writing
-    seen = [(event.key_value.key[-1], int(event.key_value.value)) for event in events]
-    assert sorted(seen) == sorted((part, index) for index in range(count // 3) for part in "xyz")
-    revisions = [event.revision for event in events]
-    assert revisions == sorted(revisions)
-    assert len(set(revisions)) == count // 3
-
-
 async def test_a_transaction_is_seen_under_one_revision(store: Store, prefix: str) -> None:
     await put(store, prefix + "b", b"0")
     revision = await store.commit(
         [], [Put(prefix + "a", b"1"), Delete(prefix + "b"), Put(prefix + "c", b"1")]
     )
     assert revision is not None
-    async with aclosing(store.watch(prefix, revision)) as watch:
-        events = await take(watch, 3)
-    assert {event.revision for event in events} == {revision}
-    assert {(event.kind, event.key_value.key[-1]) for event in events} == {
-        ("put", "a"),
-        ("delete", "b"),
-        ("put", "c"),
-    }
-
-
-async def test_two_watches_do_not_disturb_each_other(store: Store, prefix: str) -> None:
-    _, revision = await store.list(prefix)
-    async with (
-        aclosing(store.watch(prefix + "a", revision + 1)) as one,
-        aclosing(store.watch(prefix + "b", revision + 1)) as two,
-    ):
-        both = asyncio.gather(soon(anext(one)), soon(anext(two)))
-        await put(store, prefix + "b", b"2")
-        await put(store, prefix + "a", b"1")
-        assert [event.key_value.value for event in await both] == [b"1", b"2"]
-
-
-async def test_a_watch_ends_when_its_store_is_closed(backend: Backend, prefix: str) -> None:
-    store = await backend.open()
-    revision = await put(store, prefix + "a", b"1")
-
-    async def watch_all() -> list[WatchEvent]:
-        return [event async for event in store.watch(prefix, revision)]
-
-    watching = asyncio.ensure_future(watch_all())
-    async with aclosing(store.watch(prefix, revision)) as other:
-        await take(other, 1)
-    await store.close()
-    assert [event.revision for event in await soon(watching)] in ([], [revision])
-
-
-async def test_a_cancelled_watch_leaves_the_store_usable(store: Store, prefix: str) -> None:
-    _, revision = await store.list(prefix)
-    watch = store.watch(prefix, revision + 1)
-    waiting = asyncio.ensure_future(anext(watch))
-    await put(store, "/other" + prefix, b"1")
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    await watch.aclose()
-    await put(store, prefix + "a", b"1")
-    async with aclosing(store.watch(prefix, revision + 1)) as again:
-        assert [event.key_value.value for event in await take(again, 1)] == [b"1"]
-
-
-@pytest.mark.parametrize("from_revision", [0, -3])
-async def test_a_watch_starts_from_a_revision(store: Store, from_revision: int) -> None:
-    with pytest.raises(ValueError, match="revision 1 or later"):
-        await anext(store.watch("a", from_revision))
+    entries, now = await store.list(prefix)
+    assert now == revision
+    assert [(kv.key[-1], kv.create_revision, kv.mod_revision) for kv in entries] == [
+        ("a", revision, revision),
+        ("c", revision, revision),
+    ]
 
 
 async def test_the_memory_store_expires_leases_by_its_own_clock(prefix: str) -> None:
@@ -434,32 +338,4 @@ async def test_the_memory_store_expires_leases_by_its_own_clock(prefix: str) -> 
     assert await store.get(prefix + "a") is not None
     now_s = 119.95
     assert await store.get(prefix + "a") is None
-    await store.close()
-
-
-async def test_a_memory_store_watch_from_a_forgotten_revision_is_an_error(prefix: str) -> None:
-    store = MemoryStore(MemorySpace(history_revisions=5))
-    await store.connect()
-    revisions = [await put(store, prefix + "a", b"") for _ in range(7)]
-    with pytest.raises(Compacted, match="list the keys again"):
-        await anext(store.watch(prefix, revisions[1]))
-    async with aclosing(store.watch(prefix, revisions[2])) as watch:
-        assert [event.revision for event in await take(watch, 5)] == revisions[2:]
-    await store.close()
-
-
-async def test_a_quiet_watch_in_memory_is_not_overtaken_by_other_keys(prefix: str) -> None:
-    store = MemoryStore(MemorySpace(history_revisions=5))
-    await store.connect()
-    _, revision = await store.list("")
-    async with (
-        aclosing(store.watch(prefix + "quiet", revision + 1)) as quiet,
-        aclosing(store.watch(prefix + "noise", revision + 1)) as noise,
-    ):
-        waiting = asyncio.ensure_future(soon(anext(quiet)))
-        for _ in range(12):
-            await put(store, prefix + "noise", b"")
-            await take(noise, 1)
-        await put(store, prefix + "quiet", b"1")
-        assert (await waiting).key_value.value == b"1"
     await store.close()

@@ -109,24 +109,24 @@ async def test_a_leader_whose_store_is_emptied_leads_again_in_a_new_one(http, ki
         await close_all(members)
 
 
-async def test_a_watch_that_fails_costs_no_leader_the_lead():
-    """A leader leads without its watch while its lease is renewed, and requests the watch again."""
+async def test_a_look_that_fails_costs_no_leader_the_lead():
+    """A leader that cannot read its key leads while its lease is renewed, and reads again."""
 
     class Deaf(MemoryStore):
         refusals = 3
+        leader = None
 
-        async def list(self, prefix):
-            term = instance.election.term
-            if self.refusals and term is not None and prefix == term.key:
+        async def get(self, key):
+            if self.refusals and self.leader is not None and key == self.leader.election.term.key:
                 self.refusals -= 1
                 raise StoreUnavailable("not now")
-            return await super().list(prefix)
+            return await super().get(key)
 
     space = MemorySpace()
     store = Deaf(space)
     async with lighthouse_on(store, lease_s=1.0) as instance:
         await leads(instance)
-        key = key_of(instance)
+        key, store.leader = key_of(instance), instance
 
         async def asked() -> bool:
             return store.refusals == 0

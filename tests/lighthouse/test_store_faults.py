@@ -40,7 +40,7 @@ def play(monkeypatch):
 
 START = f"commit {RECORD}"
 # The number of requests of one run until its lighthouses only renew their leases.
-SCRIPT = 19
+SCRIPT = 24
 
 
 def test_the_run_without_a_fault_has_one_term_and_writes_each_epoch_once(play):

@@ -225,7 +225,7 @@ class LayoutAdvisor:
     def advise(self, core: LeaderCore, slow: SlowReplica | None) -> LayoutAdvised | None:
         """Plan again where the slow replica or its speeds have changed; return new advice or a new order.
 
-        Advice without an order is of epoch 0.
+        Advice alone has epoch 0.
         """
         record = core.state.record
         if record is None or slow is None:

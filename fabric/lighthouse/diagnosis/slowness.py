@@ -220,7 +220,9 @@ class SlownessWatch:
         events += [
             SlownessEvent("slow part", name, slowdown.evidence)
             for name, slowdown in self._slow.items()
-            if name in before and _is_new_part(slowdown, before[name])
+            if name in before
+            and slowdown.scope in (Scope.RANK, Scope.STAGE, Scope.LINK)
+            and (slowdown.scope, slowdown.units) != (before[name].scope, before[name].units)
         ]
         slow = self._computing_slowly()
         advice = self._advisor.advise(core, slow, self._detector.speeds(), failed)
@@ -230,7 +232,11 @@ class SlownessWatch:
             slowest = max(slow.values(), key=lambda slowdown: slowdown.factor, default=None)
             about = slowest.replica if slowest is not None else WHOLE_JOB
             events.append(SlownessEvent("advice", about, advice.reason))
-        return events + self._advise_layout(core, failed) + self._new_notes()
+        events += self._advise_layout(core, failed)
+        # Report once for each replica that its declared work does not predict its times.
+        fresh = {name: note for name, note in self._detector.notes().items() if name not in self._notes}
+        self._notes.update(fresh)
+        return events + [SlownessEvent("work ignored", name, note) for name, note in fresh.items()]
 
     def _advise_layout(self, core: LeaderCore, failed: set[str]) -> list[SlownessEvent]:
         """Plan another layout for the slowest replica that has been slow for a while, and may change its."""
@@ -258,12 +264,6 @@ class SlownessWatch:
             self._orders[LayoutAdvised] = advice
         return []
 
-    def _new_notes(self) -> list[SlownessEvent]:
-        """Report once for each replica that its declared work does not predict its times."""
-        fresh = {name: note for name, note in self._detector.notes().items() if name not in self._notes}
-        self._notes.update(fresh)
-        return [SlownessEvent("work ignored", name, note) for name, note in fresh.items()]
-
     def to_json(self, core: LeaderCore) -> dict[str, Any]:
         """The detector's knowledge, for people."""
         replicas = {x.replica: _speed_view(x) for x in self._detector.speeds()}
@@ -286,12 +286,6 @@ class SlownessWatch:
             **self._advisor.to_json(core),
             **self._layouts.to_json(core),
         }
-
-
-def _is_new_part(slowdown: Slowdown, before: Slowdown) -> bool:
-    """Whether another rank, stage or link is accused than before."""
-    is_part = slowdown.scope in (Scope.RANK, Scope.STAGE, Scope.LINK)
-    return is_part and (slowdown.scope, slowdown.units) != (before.scope, before.units)
 
 
 def _work(times: StepTimes) -> WorkAmount:

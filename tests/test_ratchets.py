@@ -29,10 +29,10 @@ LIMITS = {
     "writes of a part of a core into another part": 165,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 83_900,
+    "lines of fabric/": 83_560,
     "files of fabric/": 348,
     "packages over their budget of lines": 0,
-    "single-use helpers of at most four lines, per 1,000 lines": 2.12,
+    "single-use helpers of at most four lines, per 1,000 lines": 2.08,
     "functions that only forward": 90,
     "settings": 41,
     "flags and arguments of commands": 131,
@@ -55,7 +55,7 @@ BUDGETS = {
     "plan": 1_750,
     "protocol": 11_550,
     "runtime": 3_500,
-    "store": 1_850,
+    "store": 1_550,
     "transport": 1_250,
 }
 

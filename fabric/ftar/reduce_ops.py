@@ -7,7 +7,7 @@ NaN, the result is NaN.
 
 Over a link of bytes float32 elements of a sum may travel in a *form* of fewer bytes (piece_moves.c): see
 ``Reduction.exchange``. Each sum is added in float32. The result is rounded to the form once, by the member
-that computed it, on every kind of link. A rounded element is exact in the form, so all members get its bits.
+that computed it, on every kind of link. A rounded number is exact in the form, so all members get its bits.
 """
 
 import math

@@ -16,3 +16,9 @@ def test_every_order_of_a_layout_ends_under_faults():
 def test_the_simulator_notices_layouts_that_are_wrong_or_stay(name):
     mutate, aims = RELAYOUTS[name]
     noticing.find(mutate, "relayout", range(MUTATION_SEEDS), aims=aims)
+
+
+@pytest.mark.parametrize("seed", [96067, 96177])
+def test_the_stand_ins_of_a_fetch_and_of_an_end_do_as_the_services(seed):
+    """A gradient of another layout did not fit. An end was named after the loaded state's generation."""
+    relayout_worlds.RelayoutWorld(seed).run()

@@ -177,7 +177,10 @@ class PieceMain(RankMain):
             trainer.world.happened("install", trainer.host)
             self.closing = self.step >= trainer.world.until_of(trainer)
             if self.closing:
-                trainer.world.checks.closed(trainer, arrived.generation)
+                # The state of a cold start is of the generation before. A follower does not know its own.
+                checks, catch_up = trainer.world.checks, getattr(trainer.core, "catch_up", None)
+                generation = catch_up.fetch.generation if catch_up else checks.records[-1].generation
+                checks.closed(trainer, generation)
             trainer.feed(io.Installed(order.step, self.digest, last=self.closing))
 
         self._work(trainer.clockwork.between(0.005, 0.05), loaded)
@@ -289,6 +292,8 @@ class PieceTransfer(Transfer):
             held = [s for g, s in gradients if g == generation]
             raise Gone(url) if held and min(held) > step else StateError(f"{url} has no step {step}")
         assert isinstance(found, LaneGradient)
+        if len(found.flat) > len(what["into"]):  # as the fetcher refuses it
+            raise StateError(f"{url} has {len(found.flat)} bytes where {len(what['into'])} fit")
         what["into"][: len(found.flat)] = found.flat.numpy().data
         self.parts.add(found.parts)
         other = len(found.flat) != self.trainer.ring.places.nbytes

@@ -54,8 +54,8 @@ def keep_the_lanes_of_the_first_roster(patch: Patch) -> None:
 def reduce_lanes_in_an_order_of_ones_own(patch: Patch) -> None:
     made = RankLanes.__init__
 
-    def init(lanes: RankLanes, every: Sequence[Lane], place: int, rank: int, row: Any) -> None:
-        made(lanes, every, place, rank, row)
+    def init(lanes: RankLanes, every: Sequence[Lane], place: int, *others: Any) -> None:
+        made(lanes, every, place, *others)
         if place % 2:
             lanes.sections = lanes.sections[::-1]
 

@@ -5,6 +5,7 @@ feature adds lines to fabric/) raises the limit and says why in its commit messa
 """
 
 import ast
+import importlib
 import io
 import re
 import tokenize
@@ -13,7 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
+
+from fabric.cli.main import _GROUPS
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,7 +39,7 @@ LIMITS = {
     "single-use helpers of at most four lines, per 1,000 lines": 2.08,
     "functions that only forward": 90,
     "settings": 41,
-    "flags and arguments of commands": 131,
+    "flags and arguments of commands": 135,
     "commands in the first help": 8,
     "lines of fabric/ per function": 14.20,
 }
@@ -537,6 +541,20 @@ def first_commands() -> list[str]:
     return [ast.unparse(x.args[0]) for x in calls_of("_Command") if any(k.arg == "first" for k in x.keywords)]
 
 
+def flags() -> set[tuple[str, str | None]]:
+    """The flags and arguments of all commands as they run, each text once, however the code makes them."""
+
+    def of(command: click.Command) -> Iterator[tuple[str, str | None]]:
+        for given in command.params:
+            is_flag = isinstance(given, click.Option)
+            yield (given.opts[0], given.help) if is_flag else (command.name or "", given.name)
+        for below in command.commands.values() if isinstance(command, click.Group) else ():
+            yield from of(below)
+
+    places = [command.where.split(":") for group in _GROUPS.values() for command in group.values()]
+    return {x for module, name in places for x in of(getattr(importlib.import_module(module), name))}
+
+
 # --- the counts -------------------------------------------------------------------------------------------
 
 
@@ -564,7 +582,7 @@ COUNTS: dict[str, Callable[[], float]] = {
     ),
     "functions that only forward": lambda: len(forwards(sources())),
     "settings": lambda: len(settings()),
-    "flags and arguments of commands": lambda: len(calls_of("option") + calls_of("argument")),
+    "flags and arguments of commands": lambda: len(flags()),
     "commands in the first help": lambda: len(first_commands()),
 }
 # Counts that may only rise.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from protocol.makers import record_of
-from protocol.test_leader import started
+from protocol.test_leader import Lighthouse, started
 
 from fabric.protocol.leader.orders import NOTICED, UNSAVED
 from fabric.protocol.messages import leader_events as io
@@ -130,6 +130,16 @@ def test_a_member_that_a_new_epoch_no_longer_lists_ends_before_the_one_that_has_
     lighthouse.now += 1.0
     assert not says(lighthouse, "a", saved=True, saves=True).leave, "c is still there"
     lighthouse.lose("c")
+    lighthouse.now += 1.0
+    assert "step 5 is saved" in says(lighthouse, "a", saved=True, saves=True).leave
+
+
+def test_the_one_that_has_saved_waits_for_a_leaving_member_that_the_next_leader_has_not_seen():
+    """Seed 96690 of notice worlds: the one that had saved ended, and the other saved the same state again."""
+    lighthouse = Lighthouse(record_of("a b", epoch=1, b={"leaving": True}))
+    lighthouse.open("a", generation=1, step=5, epoch=1)
+    assert not says(lighthouse, "a", saved=True, saves=True).leave, "b may live, and would save again"
+    lighthouse.status("b", "gone")
     lighthouse.now += 1.0
     assert "step 5 is saved" in says(lighthouse, "a", saved=True, saves=True).leave
 

@@ -22,6 +22,7 @@ def test_no_committed_step_is_lost_when_every_host_gives_notice():
         (95018, "the one process without notice died, and the job begins again from the saved state"),
         (95388, "a member that a new epoch no longer listed began the job again after the others had ended"),
         (95146, "the saver and the lighthouse died at once"),
+        (96690, "the saver ended while the next leader did not see the other member yet, which saved again"),
     ],
 )
 def test_a_seed_of_a_wrong_end_after_a_notice_passes(seed, why):

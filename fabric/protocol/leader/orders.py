@@ -33,7 +33,7 @@ class NoticedRoster:
     goes_on: bool = False  # whether a member that stays has said that it has no notice
     saved: int = -1  # the step of the saved state; negative: no state is saved yet
     saver: str = ""  # the living member that saves the state; empty: none of them has storage
-    is_over: bool = False  # whether each connected process with notice has saved the state
+    is_over: bool = False  # whether no other process needs the saver any more
 
 
 @dataclass(slots=True, eq=False)
@@ -119,8 +119,13 @@ class OperatorOrders:
             for x in record.roster
             if x.stores and not x.joining and not self.state.liveness.failure_reason(x, now)
         ]
-        there = (peer.beat for peer in peers.values() if peer.connected and peer.beat)
-        saver, is_over = min(able)[-1] if able else "", all(x.saved for x in there if x.noticed)
+        saver = min(able)[-1] if able else ""
+        there = [peer.beat for peer in peers.values() if peer.connected and peer.beat]
+        # A member that a new leader does not see yet may live: without the saver it would save the state again.
+        unseen = (x for x in record.roster if x.replica not in beats)
+        is_over = all(x.saved for x in there if x.noticed) and all(
+            self.state.liveness.failure_reason(x, now) for x in unseen
+        )
         self.noticed = NoticedRoster(record, now, True, saved=saved, saver=saver, is_over=is_over)
         return self.noticed
 

@@ -1,7 +1,7 @@
 """Election of the leader: a queue of keys in the store, one per candidate, each under the candidate's lease.
 
 The candidate whose key has the lowest create revision leads. The others wait and renew their leases. When the
-leader's key disappears, the next candidate leads after its next look at the queue (``LOOK_S``): no write.
+leader's key disappears, the next candidate leads after its next look at the queue (``NEXT_LOOK_S``): no write.
 
 The lease is only a hint, so two rules make a leader safe. First, a leader stops when its lease may have
 ended. It measures that on its own clock from before each renewal, with a margin. Second, the create revision
@@ -39,8 +39,9 @@ Clock = Callable[[], float]
 # A leader stops this share of its lease before the lease can end, but at most so many seconds before.
 MARGIN_SHARE = 0.2
 MARGIN_MOST_S = 1.0
-# The pause between two looks at the queue, or at the leader's own key.
+# The pause between two looks at the queue, or at the leader's own key; and between those of the next in the queue.
 LOOK_S = 0.2
+NEXT_LOOK_S = 0.03
 _REVOKE_S = 1.5
 # After this many leases without a turn of the event loop, the thread no longer renews the lease.
 STUCK_LEASES = 3.0
@@ -239,12 +240,15 @@ class Election:
     async def _await_turn(self, term: Term) -> None:
         """Return when no key in the queue is older than this candidate's. Raises LeaseGone without its
         key."""
+        pause_s = LOOK_S
         while True:
             with suppress(StoreUnavailable):  # the lease bounds how long it may be so
                 entries, _ = await self._store.list(self.prefix)
-                if self._learn({kv.key: kv for kv in entries}, term):
+                before = self._learn({kv.key: kv for kv in entries}, term)
+                if not before:
                     return
-            await asyncio.sleep(LOOK_S)
+                pause_s = NEXT_LOOK_S if before == 1 else LOOK_S
+            await asyncio.sleep(pause_s)
 
     async def _await_loss(self, term: Term, turn: "asyncio.Task[None]") -> str:
         """Return a sentence once the key of this term is gone.
@@ -263,13 +267,13 @@ class Election:
                     return gone
             await asyncio.sleep(LOOK_S)
 
-    def _learn(self, line: Mapping[str, KeyValue], term: Term) -> bool:
-        """Note which candidate is first in the queue; return whether it is this one."""
+    def _learn(self, line: Mapping[str, KeyValue], term: Term) -> int:
+        """Note which candidate is first in the queue; return how many are before this one."""
         if term.key not in line:
             raise LeaseGone(f"the key {term.key} is gone, and with it the place in the line: start over")
         first = min(line.values(), key=lambda kv: kv.create_revision)
         if first.key == term.key:
-            return True
+            return 0
         leader = _candidate(first.value)
         if leader is None:
             self._say(f"the key {first.key} holds no lighthouse's name: delete it if it stays there")
@@ -279,7 +283,7 @@ class Election:
             if self.other is not None:
                 log.info("the lighthouse at %s leads", self.other.url)
                 self._hooks.followed(self.other)
-        return False
+        return sum(kv.create_revision < term.revision for kv in line.values())
 
     def _begin(self, term: Term) -> None:
         if not term.in_force():

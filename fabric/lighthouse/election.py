@@ -1,7 +1,7 @@
 """Election of the leader: a queue of keys in the store, one per candidate, each under the candidate's lease.
 
 The candidate whose key has the lowest create revision leads. The others wait and renew their leases. When the
-leader's key disappears, the next candidate leads after its next look at the queue (``NEXT_LOOK_S``): no write.
+leader's key disappears, the next candidate leads after its next look at the queue, without a write.
 
 The lease is only a hint, so two rules make a leader safe. First, a leader stops when its lease may have
 ended. It measures that on its own clock from before each renewal, with a margin. Second, the create revision
@@ -39,8 +39,9 @@ Clock = Callable[[], float]
 # A leader stops this share of its lease before the lease can end, but at most so many seconds before.
 MARGIN_SHARE = 0.2
 MARGIN_MOST_S = 1.0
-# The pause between two looks at the queue, or at the leader's own key; and between those of the next in the queue.
+# The pause between two looks at the queue, or at the leader's own key.
 LOOK_S = 0.2
+# The same for the next one in the queue: after a clean end nobody leads for so long.
 NEXT_LOOK_S = 0.03
 _REVOKE_S = 1.5
 # After this many leases without a turn of the event loop, the thread no longer renews the lease.

@@ -121,7 +121,7 @@ class OperatorOrders:
         ]
         saver = min(able)[-1] if able else ""
         there = [peer.beat for peer in peers.values() if peer.connected and peer.beat]
-        # A member that a new leader does not see yet may live: without the saver it would save the state again.
+        # A member that a new leader does not see yet may live, and would save the state again.
         unseen = (x for x in record.roster if x.replica not in beats)
         is_over = all(x.saved for x in there if x.noticed) and all(
             self.state.liveness.failure_reason(x, now) for x in unseen

@@ -75,6 +75,7 @@ class NodeSays:
     devices: _Count = 0  # number of its GPUs
     device_gb: Annotated[float, Meta(ge=0)] = 0.0  # memory of the smallest GPU
     memory_gb: Annotated[float, Meta(ge=0)] = 0.0  # memory of the host; 0: unknown
+    instead: _Text = ""  # the host in whose place it is in that attempt; empty: none
 
     @property
     def hardware(self) -> str:
@@ -111,9 +112,10 @@ class NodeOrder:
     """An order to one launcher.
 
     "wait" for an order, "start" its ranks, let them "run", "stop" them, or "judge" how the attempt ``ended``.
+    "leave": nobody needs this host any more.
     """
 
-    do: Literal["wait", "start", "run", "stop", "judge"]
+    do: Literal["wait", "start", "run", "stop", "judge", "leave"]
     why: str = ""
     run: str = ""
     attempt: int = 0
@@ -122,6 +124,7 @@ class NodeOrder:
     ended: NodeEnd | None = None
     replica: str = ""  # the replica that the order is about; a spare host may serve any
     is_refusal: bool = False  # a person must look at this host, which waits in vain
+    instead: str = ""  # the host in whose place this one starts
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -351,6 +354,8 @@ class ReplicaNodes:
         if says.node not in range(attempt.nodes) or attempt.seated.get(says.node, says).id != says.id:
             return
         attempt.seat(says.node, says)
+        if says.instead:  # a new leader learns it
+            attempt.instead.setdefault(says.node, (says.instead, now))
         if says.end is not None:
             attempt.note_end(says.node, says.end)
         elif says.gone:
@@ -371,7 +376,10 @@ class ReplicaNodes:
         if attempt is not None:
             node = attempt.node_of.get(says.id)
             if node is not None and attempt.outcome is None and says.attempt < attempt.number:
-                return NodeOrder("start", "", attempt.run, attempt.number, node, attempt.head)
+                instead, _ = attempt.instead.get(node, ("", 0.0))
+                return NodeOrder(
+                    "start", "", attempt.run, attempt.number, node, attempt.head, instead=instead
+                )
         if (differs := self._difference(says, now)) is not None:
             return NodeOrder("wait", differs, is_refusal=True)
         if attempt is not None and attempt.outcome is None:

@@ -111,11 +111,10 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
                 os.kill(job.pid("r1", 1), signal.SIGKILL)
             held.touch()
             job.wait_for(lambda: len(job.notes("r1")) >= 4, "both ranks of r1 to start again")
-            codes = {"r0.0": 0, "r0.1": 0, "host-0": 0, "host-1": -9 if lost == "host" else 0}
-            if lost == "rank":
-                job.wait_for(lambda: job.launchers["host-1"].poll() is not None, "the end of r1")
-                job.launchers.pop("host-2").terminate()  # nobody has needed it
-            assert job.end_codes() == {**codes, **({"host-2": 0} if lost == "host" else {})}, job.logs()
+            codes = {"r0.0": 0, "r0.1": 0, "host-0": 0, "host-1": -9 if lost == "host" else 0, "host-2": 0}
+            assert job.end_codes() == codes, (
+                job.logs()
+            )  # a spare host that nobody needs leaves a complete job
             joins = [
                 [e for e in job.rank_events("r1", rank, "join") if e["step"] == HELD_AT] for rank in (0, 1)
             ]

@@ -133,7 +133,17 @@ class World:
             assert self.started.setdefault((order.run, order.node), says.id) == says.id, "one node, two hosts"
             assert self.heads.setdefault(order.run, order.head) == order.head, "one run, two heads"
             host.ranks_run = True
-            self.say(host, replace(says, run=order.run, attempt=order.attempt, node=order.node, end=None))
+            self.say(
+                host,
+                replace(
+                    says,
+                    run=order.run,
+                    attempt=order.attempt,
+                    node=order.node,
+                    end=None,
+                    instead=order.instead,
+                ),
+            )
         elif order.do == "stop" and host.ranks_run:
             self.end(host, 75)
         elif order.do == "judge":
@@ -210,6 +220,7 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_and_keeps_it():
     world.play(20)
     assert world.all_run() and len(world.heads) == 2
     assert any("spare-0 is node 1" in host.knows[2] for host in world.hosts if host.name == "host-1")
+    assert (1, "spare-0", "member", "in the place of host-1") in world.rows()
 
 
 def test_a_launcher_that_returns_takes_its_number_again():

@@ -378,7 +378,9 @@ class OtherHosts:
 
     def take_place(self, order: NodeOrder) -> Place:
         """Obey an order to start, and return this host's place."""
-        says = replace(self.says, run=order.run, attempt=order.attempt, node=order.node)
+        says = replace(
+            self.says, run=order.run, attempt=order.attempt, node=order.node, instead=order.instead
+        )
         first = order.node * len(self.own_ranks)
         self.says, self.own_ranks = says, range(first, first + len(self.own_ranks))
         self.link.say(says, order.replica)
@@ -437,7 +439,7 @@ class Launcher:
             layout, devices = self._next_layout()
             place = self._meet(layout)
             if place is None:
-                return self._stop()
+                return self._stop() if self._ended_by else FINISHED
             end = self._attempt(layout, devices, place)
             if self._ended_by and set(end.codes.values()) != {FINISHED}:
                 return self._stop()
@@ -503,7 +505,7 @@ class Launcher:
         )
 
     def _meet(self, layout: RankLayout) -> Place | None:
-        """Return this host's place in the next attempt, None where a signal ends this launcher before.
+        """Return this host's place in the next attempt, None where this launcher ends before.
 
         In a replica of several hosts it waits until each number has a host.
         """
@@ -520,6 +522,9 @@ class Launcher:
                     self._plan.environment["FABRIC_REPLICA"] = order.replica
                     self._reporter = Reporter(self._plan.environment)
                 return self._hosts.take_place(order)
+            if order.do == "leave":
+                log.info("this host leaves: %s", order.why)
+                return None
             if order.why != reason:
                 reason = order.why
                 log.log(logging.WARNING if order.is_refusal else logging.INFO, "this host waits: %s", reason)

@@ -87,7 +87,7 @@ class NodeMeetings:
             meeting.look()
         broken = True
         try:
-            order = await self._next_order(request, meetings, says, knows)
+            order = await self._next_order(request, job, meetings, says, knows)
             broken = False
         finally:
             for meeting in meetings.values():
@@ -98,25 +98,28 @@ class NodeMeetings:
     async def _next_order(
         self,
         request: web.Request,
+        job: str,
         meetings: dict[str, Meeting],
         says: NodeSays,
         knows: tuple[str, str, str] | None,
     ) -> NodeOrder:
         until = time.monotonic() + HELD_S
         changes = [meeting.changed for meeting in meetings.values()]
-        order = self._order(meetings, says)
+        order = self._order(job, meetings, says)
         while order.key == knows and time.monotonic() < until and self._term() == self._of_term:
             if request.transport is None or request.transport.is_closing():
                 raise web.HTTPBadRequest(text="the launcher has closed its connection")
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SWEEP_S):
                     await (changes[0].wait() if len(changes) == 1 else asyncio.sleep(HELD_S))
-            if any(change.is_set() for change in changes):
-                return self._order(meetings, says)
+            if any(change.is_set() for change in changes) or (not says.run and self._is_complete(job)):
+                return self._order(job, meetings, says)
         return order
 
-    def _order(self, meetings: dict[str, Meeting], says: NodeSays) -> NodeOrder:
+    def _order(self, job: str, meetings: dict[str, Meeting], says: NodeSays) -> NodeOrder:
         """The order of the first replica that needs this launcher."""
+        if not says.run and self._is_complete(job):
+            return NodeOrder("leave", f"job {job} is complete")
         now = time.monotonic()
         orders = [replace(x.nodes.order(says.id, now), replica=name) for name, x in meetings.items()]
         waits = NodeOrder("wait", "this host stands by as a spare host")
@@ -124,6 +127,10 @@ class NodeMeetings:
             (order for order in orders if order.do != "wait"),
             next((order for order in orders if order.is_refusal or len(orders) == 1), waits),
         )
+
+    def _is_complete(self, job: str) -> bool:
+        shell = self._jobs().by_name.get(job)
+        return bool(shell and shell.core.state.record and shell.core.state.record.complete)
 
     def _find_term(self) -> None:
         if self._term() != self._of_term:

@@ -9,7 +9,7 @@ ranks ended, or is lost. Only then do the launchers judge, all from the same fac
 that is lost keeps its number only until a spare host stands by.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Annotated, Literal
@@ -217,6 +217,7 @@ class ReplicaNodes:
     def __init__(self, new_run: Callable[[], str]) -> None:
         self._new_run = new_run
         self.launchers: dict[str, _Launcher] = {}
+        self.suspects: Collection[str] = ()  # hosts that failed often: another spare host is taken first
         self._attempt: _Attempt | None = None
 
     @property
@@ -446,11 +447,12 @@ class ReplicaNodes:
         seated = {launcher.says.id for launcher in seats.values()}
         # A host whose place was taken while it was away is a spare host too.
         free = {SPARE, *before}
+        waiting.sort(key=lambda x: x.says.host in self.suspects)
         spares = {x.says.id: x for x in waiting if x.says.id not in seated and x.says.number in free}
         by_rack: dict[str, dict[str, _Launcher]] = {}
         for identity, launcher in spares.items():
             by_rack.setdefault(launcher.says.rack, {})[identity] = launcher
-        began = waiting[0].since if waiting else now
+        began = min((x.since for x in waiting), default=now)
         for node in open_:
             if node in seats or not spares or not (node in before or now - began > UNCLAIMED_S):
                 continue

@@ -81,7 +81,7 @@ def test_a_replica_whose_loop_ended_outside_while_the_job_goes_on_is_refused():
 
 def test_a_member_that_waits_in_close_is_not_evicted_for_its_user_code():
     lighthouse = finished(started("a b"), "a", step=5)
-    for _ in range(8):
+    for _ in range(4):
         lighthouse.say("b", m.Heartbeat(1, 1, 1, 5, waiting_for=("a",)))
         lighthouse.beat("a", 5)
         lighthouse.wait(600.0)

@@ -7,8 +7,10 @@ from protocol.makers import record_of
 from protocol.test_leader import Lighthouse
 from protocol.test_leader_orders import UNIX_S, led, newcomer, on_hosts, order
 
+from fabric.model import RankAddress
 from fabric.protocol.leader import evidence
 from fabric.protocol.messages import leader_events as io
+from fabric.protocol.messages import network as m
 from fabric.protocol.messages.roster_delta import for_members
 
 DAY_S = 86400.0
@@ -53,6 +55,34 @@ def test_a_clock_that_goes_back_makes_no_host_more_suspect():
     assert evidence.score(history, UNIX_S - 1000.0, DAY_S) == history.score
     (again,) = evidence.by_this_clock((history,), UNIX_S - 1000.0)
     assert again.at == UNIX_S - 1000.0 and again.score == history.score
+
+
+@pytest.mark.parametrize(
+    ("words", "host"),
+    [
+        ({1: "gone", 2: "gone"}, "h1"),  # the first of them ended the other
+        ({2: "stopped"}, "h2"),
+        ({1: None}, "h1"),
+        ({1: None, 2: None}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_failure_of_a_replica_on_several_hosts_counts_against_the_host_that_failed(words, host):
+    ranks = tuple(RankAddress(f"h{rank}:1", f"http://h{rank}#{rank}") for rank in (1, 2))
+    lighthouse = Lighthouse(record_of("a b", epoch=1, a={"ranks": ranks}))
+    for rank in range(3):
+        for trainer in ("running", *([words[rank]] if rank in words else [])):
+            lighthouse.now += 1.0
+            seen = m.TrainerStatus("a", 1, trainer or "running", 1, f"http://h{rank}", rank=rank)
+            lighthouse.core.state.liveness.servers.hear(seen, {1}, lighthouse.now)
+            if trainer is None:
+                lighthouse.core.state.liveness.servers.closed(
+                    "a", f"http://h{rank}", rank, lighthouse.record.member("a"), lighthouse.now
+                )
+    lighthouse.core.state.epoch.pending_evictions["a"] = "a test"
+    lighthouse.core.evidence.note_failures(lighthouse.record)
+    assert [(x.replica, x.host) for x in lighthouse.core.evidence.failures] == [("a", host)]
+    assert [x.host for x in lighthouse.core.evidence.hosts] == ([host] if host else [])
 
 
 # --- what the leader makes of it --------------------------------------------------------------------------

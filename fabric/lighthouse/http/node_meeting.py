@@ -82,7 +82,9 @@ class NodeMeetings:
         else:  # a spare host for whichever replica needs one
             self._find_term()
             meetings = {name: x for (of_job, name), x in self._meetings.items() if of_job == job}
+        shell = self._jobs().by_name.get(job)
         for meeting in meetings.values():
+            meeting.nodes.suspects = shell.core.evidence.suspect_hosts() if shell is not None else ()
             meeting.nodes.hear(says, time.monotonic())
             meeting.look()
         broken = True

@@ -11,6 +11,7 @@ from typing import Any
 
 from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, counted, shortened
 from fabric.protocol.leader.liveness import Peer, as_member
+from fabric.protocol.leader.server_statuses import LastStatus
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.rules import poison
 
@@ -98,7 +99,11 @@ class FailureEvidence:
         now = self.state.unix_now
         new = [
             HostFailure(
-                name, host_of(member), record.epoch, round(now, 1), shortened(why, MAX_WHY_CHARACTERS)
+                name,
+                host_of(member) or self._failed_host(member),
+                record.epoch,
+                round(now, 1),
+                shortened(why, MAX_WHY_CHARACTERS),
             )
             for name, why in sorted(self.state.epoch.pending_evictions.items())
             if name not in self.state.epoch.not_counted_as_failure and (member := record.member(name))
@@ -108,6 +113,23 @@ class FailureEvidence:
         failed = {x.host: x.why for x in new if x.host}
         if failed and self.state.config.failures:
             self.hosts = with_failures(self.hosts, failed, now, self.state.config.half_life_s)
+
+    def _failed_host(self, member: Member) -> str:
+        """Of a replica on several hosts: the one that failed first, else the only one away, or empty."""
+        statuses: dict[str, list[LastStatus | None]] = {}
+        for rank, address in enumerate(member.addresses):
+            status = self.state.liveness.servers.of_process(member, rank)
+            statuses.setdefault(host_of_link(address.link), []).append(status)
+        failed = [
+            (x.since, host)
+            for host, of_host in statuses.items()
+            for x in of_host
+            if x is not None and x.connected and x.trainer in ("gone", "stopped")
+        ]
+        if failed:
+            return min(failed)[1]
+        away = [host for host, of_host in statuses.items() if not any(x and x.connected for x in of_host)]
+        return away[0] if len(away) == 1 else ""
 
     def take_back(self, record: Record) -> None:
         """Forget the failures of evictions that the store did not take: ``record`` lists the members."""
@@ -198,6 +220,12 @@ class FailureEvidence:
         histories = (x for x in self.hosts if x.host == host)
         return next((x for x in histories if self.host_score(x, now) >= SUSPECT), None)
 
+    def suspect_hosts(self) -> set[str]:
+        """The hosts that failed so often that another one is taken first."""
+        now = self.state.unix_now
+        suspects = {x.host for x in self.hosts if self.host_score(x, now) >= SUSPECT}
+        return suspects.union(x.about for x in self.penalties() if x.kind == "host")
+
     def hosts_that_failed(self) -> list[dict[str, Any]]:
         """For people: each host's history, present score and replicas, the most suspect host first."""
         now = self.state.unix_now
@@ -240,5 +268,9 @@ class FailureEvidence:
 
 def host_of(member: Member) -> str:
     """The host of all ranks of this member; empty if they are on several hosts."""
-    hosts = {x.link.rpartition(":")[0] for x in member.addresses}
+    hosts = {host_of_link(x.link) for x in member.addresses}
     return hosts.pop() if len(hosts) == 1 else ""
+
+
+def host_of_link(link: str) -> str:
+    return link.rpartition(":")[0]

@@ -44,7 +44,8 @@ def main() -> None:
         notes.write(f"{os.environ['RANK']} {os.getpid()} {os.environ['MASTER_PORT']} {layout}\n")
     if layout.ranks > 1:
         dist.init_process_group("gloo")
-    model, mesh = make("fsdp" if layout.ranks > 1 else "plain", layout.ranks, 30)
+    sharded = os.environ.get("SHARDED", "fsdp") if layout.ranks > 1 else "plain"
+    model, mesh = make(sharded, layout.ranks, 30)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     samples = Samples()
     session = fabric.client.attach(model, optimizer)

@@ -58,8 +58,15 @@ class Hosts:
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_spare_host_takes_the_place_of_a_lost_one_and_the_job_loses_no_step(zygote, tmp_path):
-    environment = {"TINY_STEPS": str(STEPS), "TINY_PATIENT_STEPS": "50", "FABRIC_REPLICAS": "2"}
+@pytest.mark.parametrize(("layout", "lost"), [("fsdp", "host-1"), ("tp", "host-0")])
+def test_a_spare_host_takes_the_place_of_a_lost_one_and_the_job_loses_no_step(zygote, tmp_path, layout, lost):
+    """Rank 0 runs on host-0, and the spare host is on the other side of the cable."""
+    environment = {
+        "TINY_STEPS": str(STEPS),
+        "TINY_PATIENT_STEPS": "50",
+        "FABRIC_REPLICAS": "2",
+        "SHARDED": layout,
+    }
     with Cable() as cable:
         inside = ("ip", "netns", "exec", cable.names[0])
         with LaunchedJob(
@@ -67,15 +74,16 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_and_the_job_loses_no_step(zy
         ) as job:
             hosts = Hosts(job, cable)
             job.environment |= {"TEST_NETNS": cable.names[0], "FABRIC_BIND": ADDRESSES[0]}
-            job.start_beside("r0")
+            job.start("r0", TEST_TRAINER="layout_trainer")
             job.groups["r1"] = ["r1.0", "r1.1"]
             hosts.start("host-0", 0, "--node", "0")
             hosts.start("host-1", 1, "--node", "1")
             hosts.start("host-2", 1, "--spare-node")
             job.wait_for(lambda: any(e["step"] >= 6 for e in job.events("r1", "commit")), "step 6 of r1")
-            hosts.lose("host-1")
+            hosts.lose(lost)
             codes = job.end_codes()
-            assert codes == {"r0.0": 0, "r0.1": 0, "host-0": 0, "host-1": -9, "host-2": 0}, job.logs()
+            ends = {"host-0": 0, "host-1": 0, "host-2": 0, lost: -9}
+            assert codes == {"r0.0": 0, "r0.1": 0, **ends}, job.logs()
             again = [e for e in job.events("r1", "commit") if e["contributed"] and e["step"] > 12]
             assert again, f"the replica never contributed again\n{job.logs()}"
             job.check_lanes(STEPS)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.manifest import BLOCK_BYTES, block_digest, file_digest, make_manifest
 from fabric.ckpt_server.format.safetensors_file import build_preamble
+from fabric.ckpt_server.server.local_ranks import LocalRank, LocalRanks
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.model import SnapshotRef
@@ -76,6 +77,15 @@ def description(step: int, nbytes: int, **others: Any) -> PublishedGradient:
     """A gradient as a trainer describes it; ``others`` replace its fields."""
     fields = {"generation": 1, "epoch": 7, "weight": 48.0, "layout": "feed", "digest": f"{step:032x}"}
     return PublishedGradient(step=step, nbytes=nbytes, **{**fields, **others})
+
+
+def held_ranks(folder: Path, *numbers: int) -> LocalRanks:
+    """The ranks of a server in this process, which no task keeps; rank 0 where none is named."""
+    settings = ServerSettings(job="job", replica="r0", run_dir=folder)
+    ranks = LocalRanks(settings, "http://x:1")
+    for number in numbers or (0,):
+        ranks.held[number] = LocalRank(settings, number, ranks.url, ranks.changed)
+    return ranks
 
 
 def start_server(run_dir: Path, incarnation: int = 1, **options: Any) -> ServerHandle:

@@ -121,6 +121,7 @@ def fetch(url: str, path: str, method: str = "GET", **headers: str) -> Answer:
     """Send one request; names of header arguments have underscores for dashes."""
     connection = connect(url)
     with contextlib.closing(connection):
+        path = urlsplit(url).path + path
         connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
         response = connection.getresponse()
         return Answer(response.status, dict(response.getheaders()), response.read())

@@ -15,7 +15,7 @@ from server_support import DEADLINE_S, held_ranks, manifest_of
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.ckpt_server.server import routes
 from fabric.ckpt_server.server.metrics import CkptMetrics
-from fabric.ckpt_server.server.routes import CkptContext, _near, make_app
+from fabric.ckpt_server.server.routes import _near, make_app
 from fabric.ckpt_server.server.slots import SNAPSHOT, SharedSlot, snapshot_content
 from fabric.runtime.http.http_service import serve
 
@@ -50,7 +50,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     region = await memory.allocate(slot, len(file))
     os.pwrite(region.fd, file, 0)
     memory.publish(slot, snapshot_content(manifest_of(file, 7), region.view, "job", "http://x"))
-    app = make_app(CkptContext({}, ranks, CkptMetrics(ranks.held)), None)
+    app = make_app(ranks, CkptMetrics(ranks.held), None)
 
     async def little_room(request: web.Request, _: web.StreamResponse) -> None:
         assert request.transport is not None

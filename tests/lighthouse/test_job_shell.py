@@ -295,3 +295,26 @@ async def test_the_leader_gets_the_shares_that_the_detector_orders(instance, htt
     _, events = await get(http, f"{instance.url}/v1/jobs/job/events")
     assert [x["about"] for x in events if x["kind"] == "shares"] == ["r1"]
     await close_all(members)
+
+
+async def test_a_rank_that_a_server_has_dropped_counts_as_closed_and_the_others_go_on(instance, http):
+    member = await WireMember(http, instance.url, "r0").open()
+    await member.say(m.Heartbeat(1, 0, 0, 0))
+    await member.next(m.HeartbeatAck)
+    job = instance.jobs.by_name["job"]
+    connection = MemberConnection(web.WebSocketResponse(), None)
+    url, held = "http://own:1", SnapshotRef(1, 5, "d")
+    ranks = [
+        m.TrainerStatus("r0", 1, "running", 1, f"{url}/ranks/{k}#{k}" if k else url, (held,), rank=k)
+        for k in range(3)
+    ]
+    servers = job.core.state.liveness.servers
+    job.trainer_statuses(connection, ranks)
+    assert servers.held() == {held: {x.ckpt for x in ranks}}
+    job.trainer_statuses(connection, ranks[:2])
+    assert servers.held() == {held: {x.ckpt for x in ranks[:2]}}
+    job.trainer_statuses(connection, ranks)
+    assert servers.held() == {held: {x.ckpt for x in ranks}}
+    job.server_closed(connection)
+    assert servers.held() == {}
+    await member.close()

@@ -145,6 +145,22 @@ def test_a_trainer_status_is_bounded(change):
         decode_statuses(text(replace(STATUS, **change)))
 
 
+@pytest.mark.parametrize(
+    "statuses",
+    [
+        (STATUS, STATUS),
+        tuple(replace(STATUS, rank=k) for k in range(validation.MAX_LOCAL_RANKS + 1)),
+        (STATUS, replace(STATUS, rank=1, ckpt="http://h:1/?x")),
+    ],
+    ids=["a rank twice", "too many ranks", "a bad status"],
+)
+def test_the_statuses_of_a_server_are_bounded(statuses):
+    good = (STATUS, replace(STATUS, rank=3, ckpt="http://h:1/ranks/3#3"))
+    assert decode_statuses(text(m.ServerStatus(good))) == good
+    with pytest.raises(ProtocolError):
+        decode_statuses(text(m.ServerStatus(statuses)))
+
+
 def test_only_a_report_may_be_long():
     padding = " " * validation.MAX_MESSAGE_BYTES
     for message in (m.Running(FENCE), m.Finished(FENCE, 1), m.SnapshotTaken(FENCE, "r1", 1, "")):

@@ -6,6 +6,7 @@ alone. The process ends with its last rank.
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 
@@ -18,6 +19,8 @@ from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import Refused
 from fabric.protocol.messages.network import EpochNotice, ServerStatus, TrainerStatus
 from fabric.runtime.private_folder import rank_folder
+
+log = logging.getLogger(__name__)
 
 # How long a rank stays after the lighthouse has stored the job's end that this server reported.
 JOB_END_STORED_S = 5.0
@@ -35,7 +38,7 @@ class LocalRank:
         self.trainer = TrainerWatch(changed)
         self.durable = DurableJobs(self.slots, number)
         self.probe = DebugProbe(rank_folder(settings.run_dir, number), self.trainer)
-        self.lifetime = Lifetime(settings.orphan_s, number)
+        self.lifetime = Lifetime(settings.orphan_s)
         self._replica = settings.replica
         self._crash_log = CrashLog(self.slots, self.trainer)
 
@@ -62,6 +65,7 @@ class LocalRank:
     async def last(self) -> None:
         """Return when the lifetime has ended, and with it the writer's work under way."""
         await self.lifetime.ended.wait()
+        log.info("the memory of rank %d ends: %s", self.number, self.lifetime.reason)
         ends = [asyncio.create_task(x) for x in (self.durable.finish(), self.lifetime.at_once.wait())]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in ends:
@@ -91,7 +95,7 @@ class LocalRanks:
         self.reason = ""  # why the last rank has ended
         self.epoch_log = EpochLog()
         self.status_sender: StatusSender | None = None  # reports to the lighthouse, if any
-        self._settings = settings
+        self.settings = settings
         self._group: asyncio.TaskGroup | None = None
         self._leaving: set[int] = set()  # ranks whose memory is being released
         self._is_closing = False
@@ -99,7 +103,7 @@ class LocalRanks:
     def begin(self, group: asyncio.TaskGroup) -> None:
         """Keep ranks in tasks of ``group``, and make room for the rank that the settings name."""
         self._group = group
-        self.take(self._settings.rank)
+        self.take(self.settings.rank)
 
     def take(self, number: int) -> LocalRank:
         """Return this rank; begin it if it is new. Raises ConnectionAbortedError while it, or the server,
@@ -108,7 +112,7 @@ class LocalRanks:
         if rank is None:
             if self._group is None or self._is_closing or self.ended.is_set() or number in self._leaving:
                 raise ConnectionAbortedError("the checkpoint server lets this rank go")
-            rank = self.held[number] = LocalRank(self._settings, number, self.url, self.changed)
+            rank = self.held[number] = LocalRank(self.settings, number, self.url, self.changed)
             rank.lifetime.trainer_left(FIRST_TRAINER_S)
             self.epoch_log.watch(rank.trainer, number)
             self._group.create_task(self._keep(rank))

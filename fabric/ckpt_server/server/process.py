@@ -24,9 +24,9 @@ from pathlib import Path
 from fabric.ckpt_server.fetch.http_source import HttpAddress
 from fabric.ckpt_server.server.local_ranks import LocalRanks
 from fabric.ckpt_server.server.metrics import CkptMetrics
-from fabric.ckpt_server.server.routes import CkptContext, make_app
+from fabric.ckpt_server.server.routes import make_app
 from fabric.ckpt_server.server.trainer_status import StatusSender, StatusSource
-from fabric.ckpt_server.server.unix_sockets import LocalReadServer, ServerIdentity, TrainerChannel
+from fabric.ckpt_server.server.unix_sockets import LocalReadServer, TrainerChannel
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, Refused
@@ -132,20 +132,19 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
     check_exposure(settings.bind, token.shown() or None)
     ranks = LocalRanks(settings)
     with own_folder(settings.run_dir):
-        async with _http(settings, ranks, token):
+        async with _http(ranks, token):
             with listening_socket(settings.run_dir) as listener, _signals(ranks):
                 tell_ready(ready_fd, {"ok": True, "url": ranks.url})
                 log.info("replica %s of job %s: %s", settings.replica, settings.job, ranks.url)
-                await _serve_until_end(settings, ranks, token, listener)
+                await _serve_until_end(ranks, token, listener)
     return ranks.reason
 
 
-async def _serve_until_end(
-    settings: ServerSettings, ranks: LocalRanks, token: TokenFile, listener: socket.socket
-) -> None:
+async def _serve_until_end(ranks: LocalRanks, token: TokenFile, listener: socket.socket) -> None:
     """Serve trainers on ``listener``, local readers and the lighthouse until the last rank has ended."""
+    settings = ranks.settings
     local_reads = LocalReadServer(ranks.held, token).open(HttpAddress.parse(ranks.url).place)
-    channel = TrainerChannel(ServerIdentity(settings.job, settings.replica), ranks)
+    channel = TrainerChannel(ranks)
     async with local_reads, asyncio.TaskGroup() as group:
         ranks.begin(group)
         tasks = [group.create_task(channel.accept(listener))]
@@ -177,11 +176,11 @@ def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
 
 
 @asynccontextmanager
-async def _http(settings: ServerSettings, ranks: LocalRanks, token: TokenFile) -> AsyncIterator[None]:
+async def _http(ranks: LocalRanks, token: TokenFile) -> AsyncIterator[None]:
     """Serve HTTP inside the block; give the ranks their URL."""
+    settings = ranks.settings
     metrics = CkptMetrics(ranks.held)
-    context = CkptContext({"job": settings.job, "replica": settings.replica}, ranks, metrics)
-    app = make_app(context, token, (settings.advertise, settings.bind))
+    app = make_app(ranks, metrics, token, (settings.advertise, settings.bind))
     runner, port = await serve(
         app,
         settings.bind,

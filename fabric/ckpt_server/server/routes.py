@@ -323,16 +323,9 @@ _Handler = Callable[["CkptRoutes", web.Request], Awaitable[web.StreamResponse]]
 _Answer = Callable[["CkptRoutes", web.Request, SharedSlot, SlotContent], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True, slots=True)
-class CkptContext:
-    """The objects that the routes answer from; ``name``: job and replica of this server."""
-
-    name: dict[str, str]
-    ranks: LocalRanks
-    metrics: CkptMetrics
-
-
-def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[str] = ()) -> web.Application:
+def make_app(
+    ranks: LocalRanks, metrics: CkptMetrics, token: TokenFile | str | None, names: Iterable[str] = ()
+) -> web.Application:
     """Return the application. All paths but OPEN_PATHS need ``token`` (None: none). ``names``: the host names
     besides loopback."""
     tokens = TokenFile.of(token)
@@ -344,7 +337,7 @@ def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[
         ],
         client_max_size=64 * 1024,
     )
-    routes = CkptRoutes(parts)
+    routes = CkptRoutes(ranks, metrics)
     app.router.add_get("/healthz", routes.health)
     app.router.add_get("/metrics", routes.metrics)
     for of_rank in ("", "/ranks/{rank}"):
@@ -383,8 +376,9 @@ def _of_snapshot(answer: _Answer) -> _Handler:
 class CkptRoutes:
     """One handler per path."""
 
-    def __init__(self, parts: CkptContext) -> None:
-        self._parts = parts
+    def __init__(self, ranks: LocalRanks, metrics: CkptMetrics) -> None:
+        self._ranks = ranks
+        self._metrics = metrics
         self._one_summary = asyncio.Lock()
 
     async def health(self, request: web.Request) -> web.Response:
@@ -393,7 +387,7 @@ class CkptRoutes:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer with the metrics in Prometheus' text format."""
-        return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": _METRICS_TYPE})
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": _METRICS_TYPE})
 
     async def snapshots(self, request: web.Request) -> web.Response:
         """Answer with all held snapshots, oldest first."""
@@ -419,7 +413,7 @@ class CkptRoutes:
     @_of_snapshot
     async def data(self, request: web.Request, slot: SharedSlot, _: SlotContent) -> web.StreamResponse:
         """Answer with the snapshot's bytes: a whole safetensors file, or a range of it."""
-        return await send(request, slot, self._parts.metrics)
+        return await send(request, slot, self._metrics)
 
     @_of_snapshot
     async def tensor(
@@ -428,7 +422,7 @@ class CkptRoutes:
         """Answer with the little-endian bytes of a tensor, a slice, or a range; headers give dtype and
         shape."""
         excerpt = _excerpt(request, content, _tensor(request, content))
-        return await send(request, slot, self._parts.metrics, excerpt)
+        return await send(request, slot, self._metrics, excerpt)
 
     @_of_snapshot
     async def blocks(
@@ -448,7 +442,7 @@ class CkptRoutes:
             )
         begin, end = first * size, min((last + 1) * size, nbytes)
         excerpt = Excerpt(begin, end - begin, f"-blocks-{first}-{last}")
-        return await send(request, slot, self._parts.metrics, excerpt)
+        return await send(request, slot, self._metrics, excerpt)
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
         """Answer with minimum, maximum, mean, norm and the number of non-finite elements of a tensor."""
@@ -482,7 +476,7 @@ class CkptRoutes:
         rank = self._rank(request)
         slot = await rank.slots.wait_gradient(step, generation, wait_s)
         if slot is not None:
-            return await send(request, slot, self._parts.metrics)
+            return await send(request, slot, self._metrics)
         gone = rank.slots.gradient_is_gone(step, generation)
         why = "is not held any more" if gone else "is not held yet"
         return _not_held(rank, GRADIENT, f"the gradient of step {step} {why}", gone)
@@ -490,7 +484,7 @@ class CkptRoutes:
     async def state(self, request: web.Request) -> web.Response:
         """Answer with the trainer's own report, the kernel's view of it, the status, and every slot's
         readers."""
-        rank, ranks = self._rank(request), self._parts.ranks
+        rank, ranks = self._rank(request), self._ranks
         trainer, says, why = rank.trainer, None, ""
         try:
             rank.probe.require_process()
@@ -499,7 +493,8 @@ class CkptRoutes:
             why = str(error)
         return web.json_response(
             {
-                **self._parts.name,
+                "job": ranks.settings.job,
+                "replica": ranks.settings.replica,
                 "instance": rank.instance,
                 "rank": rank.number,
                 "epoch": ranks.epoch_log.epoch,
@@ -537,7 +532,7 @@ class CkptRoutes:
 
     def _rank(self, request: web.Request) -> LocalRank:
         """Return the rank that the path names. Answers 404 where no trainer of it has attached here."""
-        text, held = request.match_info.get("rank", "0"), self._parts.ranks.held
+        text, held = request.match_info.get("rank", "0"), self._ranks.held
         rank = held.get(int(text)) if text.isascii() and text.isdecimal() and len(text) < 10 else None
         if rank is None:
             known = ", ".join(map(str, sorted(held))) or "none"

@@ -14,7 +14,6 @@ announced the job's end. A trainer that attaches stops both timers.
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -25,8 +24,6 @@ from fabric.ckpt_server.server.slots import CRASH_MARKER, SlotTable
 from fabric.errors import ConfigError, Refused
 from fabric.model import MAX_MICRO_BATCHES, Death, JobEnd
 from fabric.runtime.system_calls import create_memfd, refused
-
-log = logging.getLogger(__name__)
 
 RUNNING = "running"
 STOPPED = "stopped"
@@ -147,8 +144,9 @@ class TrainerWatch:
                 self.on_change(state)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; from now on the trainer counts as gone."""
         self._unwatch()
+        self._dead = True
 
     def _on_death(self) -> None:
         self._unwatch()
@@ -189,8 +187,7 @@ class Lifetime:
     """Says when the server lets a rank go, ``orphan_s`` after its last trainer left: sets ``ended``, with the
     ``reason``. ``at_once``: a signal has ended the server, which waits for no work under way."""
 
-    def __init__(self, orphan_s: float, rank: int = 0) -> None:
-        self._rank = rank
+    def __init__(self, orphan_s: float) -> None:
         self.ended = asyncio.Event()
         self.reason = ""
         self.at_once = asyncio.Event()
@@ -230,7 +227,6 @@ class Lifetime:
         """End now."""
         if not self.ended.is_set():
             self.reason = reason
-            log.info("the checkpoint server lets rank %d go: %s", self._rank, reason)
             self.ended.set()
 
 

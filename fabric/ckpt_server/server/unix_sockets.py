@@ -247,14 +247,6 @@ _ATTACH_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class ServerIdentity:
-    """This server's identity."""
-
-    job: str
-    replica: str
-
-
-@dataclass(frozen=True, slots=True)
 class AttachRequest:
     pid: Int64
     incarnation: Int64
@@ -291,8 +283,7 @@ class FinishRequest:
 class TrainerChannel:
     """Accepts trainers of all ranks, and serves the requests of those that are attached."""
 
-    def __init__(self, identity: ServerIdentity, ranks: LocalRanks) -> None:
-        self._identity = identity
+    def __init__(self, ranks: LocalRanks) -> None:
         self._ranks = ranks
         self._current: dict[LocalRank, UnixConnection] = {}
         self._operations: dict[str, Callable[[LocalRank, dict[str, Any]], Awaitable[Response]]] = {
@@ -372,7 +363,7 @@ class TrainerChannel:
             raise Refused("another user's process asks for this server: run the trainer as the same user")
         if request.pid != pid:
             raise Refused(f"the kernel says that process {pid} asks, not {request.pid}: attach for yourself")
-        identity = self._identity
+        identity = self._ranks.settings
         if (request.job, request.replica) != (identity.job, identity.replica):
             raise Refused(
                 f"this folder's checkpoint server is of replica {identity.replica} in job {identity.job},"
@@ -422,7 +413,7 @@ class TrainerChannel:
         slot = rank.slots.slot(SNAPSHOT, request.slot)
         view, version = self._published_view(slot)
         content = await asyncio.to_thread(
-            snapshot_content, body.get("manifest"), view, self._identity.job, rank.url
+            snapshot_content, body.get("manifest"), view, self._ranks.settings.job, rank.url
         )
         if slot.version != version:
             raise Refused(
@@ -448,7 +439,7 @@ class TrainerChannel:
         return slot.memfd.view, slot.version
 
     async def _persist(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        own = {"job": self._identity.job, "replica": self._identity.replica}
+        own = {"job": self._ranks.settings.job, "replica": self._ranks.settings.replica}
         rank.durable.start(decode_as(DurableJob, {**body, **own}, "persist"))
         return _success()
 

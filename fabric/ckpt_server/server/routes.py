@@ -535,8 +535,8 @@ class CkptRoutes:
         text, held = request.match_info.get("rank", "0"), self._ranks.held
         rank = held.get(int(text)) if text.isascii() and text.isdecimal() and len(text) < 10 else None
         if rank is None:
-            known = ", ".join(map(str, sorted(held))) or "none"
-            raise web.HTTPNotFound(text=f"this server has no rank {text[:40]}; its ranks: {known}")
+            numbers = ", ".join(map(str, sorted(held))) or "none"
+            raise web.HTTPNotFound(text=f"this server has no rank {text[:40]}; its ranks: {numbers}")
         return rank
 
     def find(self, request: web.Request) -> SharedSlot | web.Response:

@@ -225,8 +225,8 @@ class LocalReadServer:
             raise Refused("this is another user's memory: ask over HTTP")
         if not self._tokens.is_open:
             check_bearer(f"Bearer {look.token}", self._tokens)
-        found = (x.slots.find(SNAPSHOT, look.step, look.generation) for x in self._ranks.values())
-        slot = next((x for x in found if x and x.content and x.content.digest == look.digest), None)
+        slots = (x.slots.find(SNAPSHOT, look.step, look.generation) for x in self._ranks.values())
+        slot = next((x for x in slots if x and x.content and x.content.digest == look.digest), None)
         if slot is None or slot.memfd is None or slot.content is None:
             raise Gone(f"step {look.step} of generation {look.generation} with that digest is not held here")
         with slot.reading(connection.shut):

@@ -144,7 +144,7 @@ class JobConnections:
     def server_closed(self, connection: MemberConnection) -> list[m.TrainerStatus]:
         """Forget this connection; return the newest status of each rank that has no other connection."""
         heard = self.servers.pop(connection, {})
-        return [x.status for key, x in heard.items() if not self._is_heard(key, x)]
+        return [x.status for x in heard.values() if not self._is_heard(x.status)]
 
     def dropped(
         self, connection: MemberConnection, statuses: Sequence[m.TrainerStatus]
@@ -152,13 +152,13 @@ class JobConnections:
         """Forget the ranks that are missing in ``statuses``; return as ``server_closed`` does."""
         heard = self.servers[connection]
         missing = heard.keys() - {(x.replica, x.rank) for x in statuses}
-        gone = {key: heard.pop(key) for key in sorted(missing)}
-        return [x.status for key, x in gone.items() if not self._is_heard(key, x)]
+        gone = [heard.pop(key).status for key in sorted(missing)]
+        return [x for x in gone if not self._is_heard(x)]
 
-    def _is_heard(self, key: tuple[str, int], heard: HeardStatus) -> bool:
+    def _is_heard(self, last: m.TrainerStatus) -> bool:
         """Whether a connection still has statuses of this rank of this server."""
-        others = (statuses.get(key) for statuses in self.servers.values())
-        return any(x is not None and x.status.ckpt == heard.status.ckpt for x in others)
+        others = (statuses.get((last.replica, last.rank)) for statuses in self.servers.values())
+        return any(x is not None and x.status.ckpt == last.ckpt for x in others)
 
     def notify_servers(self, text: str) -> None:
         frame = text_frame(text)

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import secrets
 import time
+from typing import Any
 
 from fabric.ckpt_server.server.debug_probe import DebugProbe, EpochLog
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
@@ -62,24 +63,6 @@ class LocalRank:
             ended=self.trainer.ended,
         )
 
-    async def last(self) -> None:
-        """Return when the lifetime has ended, and with it the writer's work under way."""
-        await self.lifetime.ended.wait()
-        log.info("the memory of rank %d ends: %s", self.number, self.lifetime.reason)
-        ends = [asyncio.create_task(x) for x in (self.durable.finish(), self.lifetime.at_once.wait())]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for task in ends:
-            task.cancel()
-
-    async def close(self) -> None:
-        """End the channel, the transfers and the writer, and release the memory."""
-        self.trainer.hang_up()
-        self.trainer.close()
-        await self.durable.close()
-        with contextlib.suppress(Refused):
-            await self.slots.void()
-        await asyncio.to_thread(self.slots.close)
-
 
 class LocalRanks:
     """All ranks of this server: ``held`` by number; ``ended`` is set once none is left.
@@ -98,7 +81,6 @@ class LocalRanks:
         self.settings = settings
         self._group: asyncio.TaskGroup | None = None
         self._leaving: set[int] = set()  # ranks whose memory is being released
-        self._is_closing = False
 
     def begin(self, group: asyncio.TaskGroup) -> None:
         """Keep ranks in tasks of ``group``, and make room for the rank that the settings name."""
@@ -110,7 +92,7 @@ class LocalRanks:
         ends: the trainer attaches again soon."""
         rank = self.held.get(number)
         if rank is None:
-            if self._group is None or self._is_closing or self.ended.is_set() or number in self._leaving:
+            if self._group is None or self.ended.is_set() or number in self._leaving:
                 raise ConnectionAbortedError("the checkpoint server lets this rank go")
             rank = self.held[number] = LocalRank(self.settings, number, self.url, self.changed)
             rank.lifetime.trainer_left(FIRST_TRAINER_S)
@@ -119,16 +101,27 @@ class LocalRanks:
         return rank
 
     async def _keep(self, rank: LocalRank) -> None:
-        watch = asyncio.create_task(rank.trainer.watch())
+        """Watch the trainer until the lifetime and the writer's work have ended; then release the memory."""
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(rank.trainer.watch())]
         try:
-            await rank.last()
+            await rank.lifetime.ended.wait()
+            self.reason = rank.lifetime.reason
+            log.info("the memory of rank %d ends: %s", rank.number, self.reason)
+            tasks.append(asyncio.create_task(rank.durable.finish()))
+            tasks.append(asyncio.create_task(rank.lifetime.at_once.wait()))
+            await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watch.cancel()
+            for task in tasks:
+                task.cancel()
             del self.held[rank.number]
             self._leaving.add(rank.number)
-            self.reason = rank.lifetime.reason
             (self.changed if self.held else self.ended).set()
-            await rank.close()
+            rank.trainer.hang_up()
+            rank.trainer.close()
+            await rank.durable.close()
+            with contextlib.suppress(Refused):
+                await rank.slots.void()
+            await asyncio.to_thread(rank.slots.close)
             self._leaving.discard(rank.number)
 
     def compose(self, number: int) -> TrainerStatus | ServerStatus:
@@ -146,6 +139,6 @@ class LocalRanks:
 
     def end(self, reason: str, *, at_once: bool) -> None:
         """End all ranks, and begin no other one; ``at_once``: without waiting for work under way."""
-        self._is_closing = True
+        self._group = None
         for rank in self.held.values():
             rank.lifetime.end_at_once(reason) if at_once else rank.lifetime.end(reason)

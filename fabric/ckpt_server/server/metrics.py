@@ -68,7 +68,7 @@ class _RankCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for number, rank in sorted(self._ranks.items()):
-            for metric in (*_content(rank), _bytes(rank), _state(rank), *_written(rank)):
+            for metric in _metrics_of(rank):
                 family = families.setdefault(metric.name, metric)
                 if family is not metric:
                     family.samples += metric.samples
@@ -77,8 +77,25 @@ class _RankCollector(Collector):
         yield from families.values()
 
 
-def _written(rank: LocalRank) -> Iterator[Metric]:
-    durable = rank.durable
+def _metrics_of(rank: LocalRank) -> Iterator[Metric]:
+    for kind in (SNAPSHOT, GRADIENT):
+        held = rank.slots.contents(kind)
+        yield GaugeMetricFamily(f"fabric_ckpt_{kind}s", f"Published {kind}s.", len(held))
+        if held:
+            newest, age_s = held[-1], time.monotonic() - held[-1].taken
+            yield GaugeMetricFamily(f"fabric_ckpt_{kind}_step", f"Step of the newest {kind}.", newest.step)
+            yield GaugeMetricFamily(f"fabric_ckpt_{kind}_age_seconds", f"Age of the newest {kind}.", age_s)
+    memory = GaugeMetricFamily("fabric_ckpt_memory_bytes", "Shared memory allocated.", labels=["kind"])
+    for kind in (SNAPSHOT, GRADIENT):
+        memory.add_metric([kind], sum(s.capacity for s in rank.slots.slots() if s.kind == kind))
+    yield memory
+    trainer = GaugeMetricFamily(
+        "fabric_ckpt_trainer", "1 for the state that the trainer process is in.", labels=["state"]
+    )
+    now, durable = rank.trainer.state, rank.durable
+    for state in STATES:
+        trainer.add_metric([state], float(state == now))
+    yield trainer
     if durable.newest is not None:
         yield GaugeMetricFamily(
             "fabric_ckpt_durable_step", "Newest durable checkpoint written from here.", durable.newest.step
@@ -89,30 +106,3 @@ def _written(rank: LocalRank) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "fabric_ckpt_durable_failures", "Durable checkpoints that could not be written.", durable.failures
     )
-
-
-def _content(rank: LocalRank) -> Iterator[Metric]:
-    for kind in (SNAPSHOT, GRADIENT):
-        held = rank.slots.contents(kind)
-        yield GaugeMetricFamily(f"fabric_ckpt_{kind}s", f"Published {kind}s.", len(held))
-        if held:
-            newest, age_s = held[-1], time.monotonic() - held[-1].taken
-            yield GaugeMetricFamily(f"fabric_ckpt_{kind}_step", f"Step of the newest {kind}.", newest.step)
-            yield GaugeMetricFamily(f"fabric_ckpt_{kind}_age_seconds", f"Age of the newest {kind}.", age_s)
-
-
-def _bytes(rank: LocalRank) -> Metric:
-    family = GaugeMetricFamily("fabric_ckpt_memory_bytes", "Shared memory allocated.", labels=["kind"])
-    for kind in (SNAPSHOT, GRADIENT):
-        family.add_metric([kind], sum(s.capacity for s in rank.slots.slots() if s.kind == kind))
-    return family
-
-
-def _state(rank: LocalRank) -> Metric:
-    family = GaugeMetricFamily(
-        "fabric_ckpt_trainer", "1 for the state that the trainer process is in.", labels=["state"]
-    )
-    now = rank.trainer.state
-    for state in STATES:
-        family.add_metric([state], float(state == now))
-    return family

@@ -180,6 +180,7 @@ class TestDeaths:
                 handle.begin("snapshot", 1)
         with ThreadPoolExecutor(len(RANKS)) as pool:
             assert list(pool.map(ServerHandle.ensure, handles)) == [True] * len(RANKS)
+        assert not starting.start(handles[1]._settings, 0.0), "another rank has started it meanwhile"
         assert len({x.pid for x in handles}) == len(tries) == 1 and alive(handles[0].pid)
         for rank, handle in enumerate(handles):
             assert fetch(handle.url, "/v1/snapshots").json == []

@@ -12,6 +12,7 @@ KB, scalars), all on loopback. A measure is the time until every tensor is usabl
   verified as well. TCP has no part in it, so it counts in no ratio (GB/s under a key of its own);
 - raw: two TCP connections that are open, ``recv_into`` straight to the place, every 4 MiB block digested;
 - bare: the same without digests;
+- readers: eight readers at one server that has eight ranks, over eight servers of one rank each (bytes/s);
 - torchft: its HTTPTransport as it comes, in one piece and into memory that it allocates;
 - torchft_chunks: with the number of chunks that was the fastest in a try, otherwise as it comes;
 - torchft_best: the same with an allocator that keeps what it freed, so that its memory too is present
@@ -36,7 +37,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import common
@@ -64,7 +67,7 @@ STREAMS = 2  # of raw TCP
 CHUNKS = (0, 2, 4, 8)  # numbers of torchft's chunks; torchft's manager uses 0
 TRIES = 1
 OURS = ("one", "three")
-NEEDED = {"vs_raw_tcp": 0.9, "vs_bare_tcp": 0.8, "vs_torchft": 3.0, "vs_torchft_best": 2.0}
+NEEDED = {"readers": 0.95, "vs_raw_tcp": 0.9, "vs_bare_tcp": 0.8, "vs_torchft": 3.0, "vs_torchft_best": 2.0}
 PEER_OF = {
     "vs_raw_tcp": "raw",
     "vs_bare_tcp": "bare",
@@ -73,6 +76,7 @@ PEER_OF = {
     "vs_torchft_best": "torchft_best",
 }
 SMALL_S, EXTRA_MB = 0.030, 64.0
+READERS, READ_SIZE, READ_ROUNDS = 8, "64MB", 15
 # The memory that a run needs besides the state and its destination.
 SPARE_BYTES = 2 << 30
 
@@ -296,6 +300,40 @@ def measure_small(folder: str) -> dict[str, list[float]]:
         return common.interleave(sides, SMALL_ROUNDS)
 
 
+def measure_readers(folder: str) -> dict[str, list[float]]:
+    """Seconds until the last of READERS readers, each of a rank of its own, has its state."""
+    state = StateFile(mixed(nbytes_of(READ_SIZE)), folder)
+    with contextlib.closing(state), contextlib.ExitStack() as stack:
+
+        def start(role: str, arguments: list[object], fds: list[int]) -> TransferWorker:
+            return stack.enter_context(contextlib.closing(TransferWorker(role, arguments, fds)))
+
+        def publish(run_dir: Path, rank: int) -> str:
+            handle = ServerHandle(ServerSettings("job", "r0", run_dir, rank=rank), 1)
+            stack.callback(handle.close)
+            handle.begin("snapshot", 0)
+            handle.allocate("snapshot", 0, state.nbytes)
+            handle.publish_snapshot(0, json.loads(Path(state.manifest).read_text()))
+            return handle.url
+
+        folders = [state.folder / f"reading{number}" for number in range(READERS + 1)]
+        for run_dir in folders:
+            start("source", [state.fd, str(run_dir)], [state.fd])
+        urls = {
+            "one server": [publish(folders[0], rank) for rank in range(READERS)],
+            "eight servers": [publish(run_dir, 0) for run_dir in folders[1:]],
+        }
+        what = [state.nbytes, state.manifest, state.tensors, STREAMS]
+        readers = [start("receiver", what, []) for _ in range(READERS)]
+        pool = stack.enter_context(ThreadPoolExecutor(READERS))
+
+        def read(side: str) -> float:
+            pairs = zip(readers, urls[side], strict=True)
+            return max(pool.map(lambda pair: pair[0].ask("ours", [pair[1]], False)[0], pairs))
+
+        return common.interleave({side: partial(read, side) for side in urls}, READ_ROUNDS)
+
+
 def nbytes_of(size: str) -> int:
     """Return the bytes of a size in words, such as 16MB."""
     return SIZES.get(size) or int(size.removesuffix("MB")) * common.MB
@@ -357,6 +395,7 @@ def main() -> None:
     found: dict[str, Measures] = {}
     with tempfile.TemporaryDirectory(prefix="transfer-") as folder:
         small_tensors = measure_small(folder)
+        readers = measure_readers(folder)
         for size in arguments.sizes.split(","):
             wanted = peer and size in PEER_SIZES
             if has_room(size, wanted):
@@ -365,12 +404,15 @@ def main() -> None:
     ratios = report(found)
     rows = [[side, common.describe(seconds)] for side, seconds in small_tensors.items()]
     common.table(f"{SMALL_TENSORS:,} tensors of 4 KB, {SMALL_ROUNDS} rounds", ["sources", "time"], rows)
+    rows = [[side, common.describe(seconds)] for side, seconds in readers.items()]
+    common.table(f"{READERS} readers of {READ_SIZE} each, {READ_ROUNDS} rounds", ["sources", "time"], rows)
     rows = [
         [size, f"{m.client_rss / 2**20:.1f}", f"{m.server_rss / 2**20:.1f}", f"{nbytes_of(size) / 2**20:.0f}"]
         for size, m in found.items()
     ]
     columns = ["private MB above idle", "client", "server", "shared: the state, and again its destination"]
     common.table("Memory", columns, rows)
+    ratios["readers"] = {READ_SIZE: common.paired(readers["eight servers"], readers["one server"])}
     judge(ratios, small_tensors, found)
 
 

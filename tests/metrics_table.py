@@ -45,10 +45,11 @@ def of_lighthouse() -> str:
 def of_checkpoint_server() -> str:
     """Return a scrape of a server that holds a snapshot and a gradient, and has written a checkpoint."""
     content = SimpleNamespace(step=1, taken=time.monotonic())
-    memory: Any = SimpleNamespace(contents=lambda _: [content], slots=list)
+    slots = SimpleNamespace(contents=lambda _: [content], slots=list)
     durable: Any = SimpleNamespace(newest=SimpleNamespace(step=1), seconds=1.0, failures=0)
     trainer: Any = SimpleNamespace(state="running")
-    return CkptMetrics(memory, trainer, durable).render().decode()
+    rank: Any = SimpleNamespace(slots=slots, trainer=trainer, durable=durable)
+    return CkptMetrics({0: rank}).render().decode()
 
 
 def families(text: str) -> Iterator[Metric]:

@@ -40,7 +40,7 @@ def main() -> int:
     """Run the server; returns the exit code."""
     settings, ready_fd = parse(sys.argv[1:])
     logs.set_up("checkpoint server", settings.log)
-    logs.describe(job=settings.job, replica=settings.replica, rank=settings.rank or None)
+    logs.describe(job=settings.job, replica=settings.replica)
     try:
         settings.check()
         raise_descriptor_limit()

@@ -28,6 +28,7 @@ from fabric.ckpt_server.wire.channel_protocol import (
     LOCK_NAME,
     LOG_NAME,
     SOCKET_NAME,
+    START_LOCK_NAME,
     RequestChannel,
     close_all,
 )
@@ -42,8 +43,8 @@ from fabric.runtime.process_environment import outliving_environment
 # Starts a checkpoint server from its trainer, in a session of its own, so that it outlives the trainer.
 #
 # The new process reports over a pipe when trainers can attach, or why it cannot serve. Its output goes to a
-# log in the run folder. Two trainers may start a server at the same time: the folder's lock lets one server
-# win, and the other trainer attaches to the winner.
+# log in the run folder. All ranks of a replica on this host use one server, and may want to start it at the
+# same time. A lock lets one of them start it, and the other ones attach to it.
 
 
 _MAX_REPORT_BYTES = 64 * 1024
@@ -68,10 +69,19 @@ def is_served(run_dir: Path) -> bool:
 def start(settings: ServerSettings, deadline: float) -> bool:
     """Start a server and wait until it serves, or until monotonic ``deadline``.
 
-    Returns False where another server won the folder meanwhile. Raises ConfigError, Refused (with the new
-    server's sentence) or ServerLost (the new server died, or took too long).
+    Returns False where another process starts one, or has started one. Raises ConfigError, Refused (with the
+    new server's sentence) or ServerLost (the new server died, or took too long).
     """
     make_private(settings.run_dir)
+    with os.fdopen(open_private(settings.run_dir / START_LOCK_NAME, os.O_RDWR | os.O_CREAT), "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return not is_served(settings.run_dir) and _start(settings, deadline)
+
+
+def _start(settings: ServerSettings, deadline: float) -> bool:
     output_fd = open_private(settings.run_dir / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     reader, writer = os.pipe()
     try:
@@ -180,6 +190,7 @@ class _AttachReply:
     snapshots: tuple[SnapshotRef, ...] = ()
     slots: tuple[Int64, ...] = ()
     parts: tuple[Int64, ...] = ()
+    rank: Int64 = 0
 
 
 class ServerHandle:
@@ -443,7 +454,7 @@ class ServerHandle:
                     f"the folder {self._settings.run_dir} cannot be used ({error}): "
                     "name one that belongs to this user"
                 ) from error
-            if is_served(self._settings.run_dir) or not start(self._settings, deadline):
+            if not start(self._settings, deadline):
                 # A server in that folder is just starting or ending: the caller tries again soon.
                 time.sleep(_LOOK_AGAIN_S)
 
@@ -458,9 +469,16 @@ class ServerHandle:
                 "incarnation": self._incarnation,
                 "replica": settings.replica,
                 "job": settings.job,
+                "rank": settings.rank,
             }
             answer, _ = line.ask(body, timeout_s)
-            return line, decode_as(_AttachReply, answer, "attach")
+            reply = decode_as(_AttachReply, answer, "attach")
+            if reply.rank != settings.rank:
+                raise Refused(
+                    f"the checkpoint server in {settings.run_dir} (process {reply.pid}) is of an older"
+                    " version, which serves rank 0 alone: end it, and start this replica again"
+                )
+            return line, reply
         except BaseException:
             line.close()
             raise

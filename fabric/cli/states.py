@@ -93,7 +93,9 @@ def _held(status: dict[str, Any], replica: str, job: str) -> dict[tuple[int, int
         )
     refs = [{(ref["generation"], ref["step"]) for ref in x["snapshots"]} for x in servers]
     return {
-        (generation, step): ",".join(f"{x['ckpt'].rstrip('/')}/v1/snapshots/{step}" for x in servers)
+        (generation, step): ",".join(
+            f"{x['ckpt'].partition('#')[0].rstrip('/')}/v1/snapshots/{step}" for x in servers
+        )
         for generation, step in set.intersection(*refs)
     }
 

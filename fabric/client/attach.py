@@ -256,11 +256,11 @@ def _set_up_logs(settings: Settings, process: ProcessIdentity) -> None:
 
 
 def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
-    """Attach to the checkpoint server that an earlier process of this replica left, or start one."""
+    """Attach to this host's checkpoint server of the replica, or start it."""
     spec = ServerSettings(
         job=settings.job,
         replica=settings.replica,
-        run_dir=settings.home,
+        run_dir=settings.home.parent if process.rank else settings.home,  # all ranks have one server
         bind=settings.bind,
         # A single port is for the trainer's links.
         port=settings.ports if len(parse_ports(settings.ports)) > 1 else "0",

@@ -26,6 +26,7 @@ from fabric.runtime.guarded_processes import MARK
 from fabric.runtime.http.http_service import parse_ports, read_token
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.logs import FORMATS
+from fabric.runtime.private_folder import rank_folder
 from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS
 from fabric.runtime.rank_layout import RankLayout, is_count, parse_layout
 
@@ -166,7 +167,7 @@ class Settings:
         journal = self.journal
         if journal is not None:
             journal = journal.parent / f"rank{rank}" / journal.name
-        return replace(self, run_dir=self.home / f"rank{rank}", journal=journal)
+        return replace(self, run_dir=rank_folder(self.home, rank), journal=journal)
 
     @property
     def agreed(self) -> dict[str, str]:

@@ -67,6 +67,11 @@ def open_private(path: Path, flags: int) -> int:
     return descriptor
 
 
+def rank_folder(home: Path, rank: int) -> Path:
+    """Return the folder of one rank of the replica whose folder is ``home``."""
+    return home / f"rank{rank}" if rank else home
+
+
 @contextmanager
 def socket_path(run_dir: Path, name: str) -> Iterator[str]:
     """Give a short path of the socket ``name`` in ``run_dir``, valid inside the block. Raises OSError.

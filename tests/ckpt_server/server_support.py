@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.manifest import BLOCK_BYTES, block_digest, file_digest, make_manifest
 from fabric.ckpt_server.format.safetensors_file import build_preamble
+from fabric.ckpt_server.server.local_ranks import LocalRank, LocalRanks
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.model import SnapshotRef
@@ -78,6 +79,15 @@ def description(step: int, nbytes: int, **others: Any) -> PublishedGradient:
     return PublishedGradient(step=step, nbytes=nbytes, **{**fields, **others})
 
 
+def held_ranks(folder: Path, *numbers: int) -> LocalRanks:
+    """The ranks of a server in this process, which no task keeps; rank 0 where none is named."""
+    settings = ServerSettings(job="job", replica="r0", run_dir=folder)
+    ranks = LocalRanks(settings, "http://x:1")
+    for number in numbers or (0,):
+        ranks.held[number] = LocalRank(settings, number, ranks.url, ranks.changed)
+    return ranks
+
+
 def start_server(run_dir: Path, incarnation: int = 1, **options: Any) -> ServerHandle:
     """Attach to the server in ``run_dir``, or start one; ``options`` are those of its ``ServerSettings``."""
     values = {"job": "job", "replica": "r0", "orphan_s": 60.0, **options}
@@ -111,6 +121,7 @@ def fetch(url: str, path: str, method: str = "GET", **headers: str) -> Answer:
     """Send one request; names of header arguments have underscores for dashes."""
     connection = connect(url)
     with contextlib.closing(connection):
+        path = urlsplit(url).path + path
         connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
         response = connection.getresponse()
         return Answer(response.status, dict(response.getheaders()), response.read())

@@ -295,14 +295,14 @@ def test_metrics_count_the_served_bytes_and_describe_the_slots(url):
     fetch(url, DATA, "HEAD")
     assert value('fabric_ckpt_served_bytes_total{kind="snapshot"}') == before + 1000
     assert value('fabric_ckpt_active_transfers{kind="snapshot"}') == 0
-    assert value("fabric_ckpt_snapshots") == 3
-    assert value("fabric_ckpt_snapshot_step") == STEP
-    assert value("fabric_ckpt_gradient_step") == STEP
-    assert value("fabric_ckpt_snapshot_age_seconds") > 1e8
-    assert value("fabric_ckpt_gradient_age_seconds") < 1e5
-    assert value('fabric_ckpt_trainer{state="running"}') == 1
-    assert value('fabric_ckpt_trainer{state="gone"}') == 0
-    assert value('fabric_ckpt_memory_bytes{kind="snapshot"}') >= len(FILE)
+    assert value('fabric_ckpt_snapshots{rank="0"}') == 3
+    assert value('fabric_ckpt_snapshot_step{rank="0"}') == STEP
+    assert value('fabric_ckpt_gradient_step{rank="0"}') == STEP
+    assert value('fabric_ckpt_snapshot_age_seconds{rank="0"}') > 1e8
+    assert value('fabric_ckpt_gradient_age_seconds{rank="0"}') < 1e5
+    assert value('fabric_ckpt_trainer{rank="0",state="running"}') == 1
+    assert value('fabric_ckpt_trainer{rank="0",state="gone"}') == 0
+    assert value('fabric_ckpt_memory_bytes{kind="snapshot",rank="0"}') >= len(FILE)
 
 
 def test_the_debug_view(url, served):
@@ -329,7 +329,7 @@ def test_the_curl_lines_of_the_documentation(attach, tmp_path):
     publish(handle, 0, FILE, 7)
     header = f"Authorization: Bearer {TOKEN}"
     assert curl(f"{handle.url}/healthz") == b'{"ok": true}'
-    assert b"fabric_ckpt_snapshot_step 7.0" in curl(f"{handle.url}/metrics")
+    assert b'fabric_ckpt_snapshot_step{rank="0"} 7.0' in curl(f"{handle.url}/metrics")
     assert json.loads(curl(f"{handle.url}/v1/snapshots"))["error"].startswith("this needs the job's token")
     assert json.loads(curl("-H", header, f"{handle.url}/v1/snapshots"))[0]["step"] == 7
     assert json.loads(curl("-H", header, f"{handle.url}/v1/snapshots/latest/manifest"))["step"] == 7

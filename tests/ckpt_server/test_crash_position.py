@@ -8,7 +8,7 @@ import pytest
 
 from fabric.ckpt_server.server.slots import CRASH_MARKER, Memfd, SlotTable
 from fabric.ckpt_server.server.trainer_watch import MARKER_BYTES, CrashLog, TrainerWatch, encode_marker
-from fabric.lighthouse.connections.validation import decode_status
+from fabric.lighthouse.connections.validation import decode_statuses
 from fabric.model import MAX_MICRO_BATCHES, Death
 from fabric.protocol.messages.network import TrainerStatus
 from fabric.protocol.messages.wire import encode
@@ -82,6 +82,6 @@ async def test_garbage_in_a_note_has_no_status_refused(watched, garbage):
     deaths, _, note = watched
     note(garbage)
     status = TrainerStatus("r0", 7, "gone", 1, deaths=deaths.seen("gone"))
-    assert decode_status(encode(status).decode()) == status
+    assert decode_statuses(encode(status).decode()) == (status,)
     note(encode_marker(12, 3))
     assert Death(7, 12, 3) in deaths.seen("gone"), "a sound note counts afterwards"

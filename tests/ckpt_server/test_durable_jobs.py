@@ -51,7 +51,8 @@ def get(handle, path: str) -> str:
 
 
 def readers(handle, slot: int) -> int:
-    return next(s["readers"] for s in json.loads(get(handle, "/debug/state"))["slots"] if s["slot"] == slot)
+    slots = json.loads(get(handle, "/debug/state"))["slots"]
+    return next(s["readers"] for s in slots if (s["kind"], s["slot"]) == (SNAPSHOT, slot))
 
 
 def wait_for(condition: Callable[[], object], what: str) -> object:
@@ -95,7 +96,9 @@ def test_checkpoints_are_written_one_at_a_time_and_the_newest_request_is_next(at
     with pytest.raises(Refused, match="step 9 is not held"):
         persist(handle, url, 9)
     waiting.touch()
-    wait_for(lambda: "fabric_ckpt_durable_step 7.0" in get(handle, "/metrics"), "step 7 in the metrics")
+    wait_for(
+        lambda: 'fabric_ckpt_durable_step{rank="0"} 7.0' in get(handle, "/metrics"), "step 7 in the metrics"
+    )
     assert steps(url) == [5, 7], "what came between them is out of date by then"
 
 
@@ -107,7 +110,7 @@ def test_a_trainer_that_needs_the_memory_gets_it_and_the_checkpoint_is_given_up(
     assert not handle.begin("snapshot", 0, unless_read=True), "while another slot will do, this one is spared"
     handle.begin("snapshot", 0)
     wait_for(
-        lambda: "fabric_ckpt_durable_failures_total 1.0" in get(handle, "/metrics"),
+        lambda: 'fabric_ckpt_durable_failures_total{rank="0"} 1.0' in get(handle, "/metrics"),
         "the failure in the metrics",
     )
     assert steps(url) == [] and not writers(handle)
@@ -119,7 +122,7 @@ def test_a_required_checkpoint_whose_folder_is_missing_is_counted_as_a_failure(a
     hold(handle, 0, 5)
     persist(handle, url, 5, required=True)
     wait_for(
-        lambda: "fabric_ckpt_durable_failures_total 1.0" in get(handle, "/metrics"),
+        lambda: 'fabric_ckpt_durable_failures_total{rank="0"} 1.0' in get(handle, "/metrics"),
         "the failure in the metrics",
     )
     assert not (tmp_path / "durable").exists()

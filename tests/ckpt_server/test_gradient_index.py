@@ -42,7 +42,7 @@ def test_an_entry_publishes_a_gradient_like_a_request(attach):
     assert differ == {name for name in names if "generation" in name.lower() or "seal" in name.lower()}
     assert steps(handle) == [5, 5]
     text = fetch(handle.url, "/metrics").body.decode()
-    assert "fabric_ckpt_gradients 2.0" in text and "fabric_ckpt_gradient_step 5.0" in text
+    assert 'fabric_ckpt_gradients{rank="0"} 2.0' in text and 'fabric_ckpt_gradient_step{rank="0"} 5.0' in text
 
 
 def test_a_withdrawn_entry_ends_the_serving_and_the_past_is_gone(attach):

@@ -20,6 +20,7 @@ from server_support import (
     TOKEN,
     end,
     fetch,
+    held_ranks,
     manifest_of,
     publish,
     snapshot_file,
@@ -31,7 +32,7 @@ from fabric.ckpt_server.fetch import multi_source
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.fetch.http_source import HttpAddress
 from fabric.ckpt_server.fetch.multi_source import HostMemory
-from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable, snapshot_content
+from fabric.ckpt_server.server.slots import SNAPSHOT, snapshot_content
 from fabric.ckpt_server.server.unix_sockets import LocalReadServer
 from fabric.ckpt_server.wire.channel_protocol import LOG_NAME, local_socket_name
 from fabric.errors import Gone, IntegrityError, StateError
@@ -304,14 +305,15 @@ def test_a_server_without_local_reads_is_asked_over_http(holder, monkeypatch):
     assert served_bytes(holder.url) == len(FILE)
 
 
-def test_a_reader_that_says_nothing_is_cut_off():
+def test_a_reader_that_says_nothing_is_cut_off(tmp_path):
     async def scene():
-        memory = SlotTable()
+        ranks = held_ranks(tmp_path)
+        memory = ranks.held[0].slots
         slot = memory.slot(SNAPSHOT, 0)
         region = await memory.allocate(slot, len(FILE))
         os.pwrite(region.fd, FILE, 0)
         memory.publish(slot, snapshot_content(manifest_of(FILE, 40), region.view, "job", "http://x:1"))
-        async with LocalReadServer(memory, None, stall_s=0.1).open("x:1"):
+        async with LocalReadServer(ranks.held, None, stall_s=0.1).open("x:1"):
             found = await asyncio.to_thread(HostMemory.find, "x:1", STATE, "", len(FILE))
             assert found is not None
             async with asyncio.timeout(DEADLINE_S):

@@ -11,16 +11,15 @@ from typing import Any
 
 import aiohttp
 import pytest
-from server_support import description, manifest_of
+from aiohttp import web
+from server_support import description, held_ranks, manifest_of
 from turn_work import MOST_BYTECODES, counted, json_counted
 
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.ckpt_server.server.debug_probe import DebugProbe
-from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.metrics import CkptMetrics
-from fabric.ckpt_server.server.routes import CkptContext, make_app
+from fabric.ckpt_server.server.routes import OPEN_PATHS, make_app
 from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SlotTable, gradient_content, snapshot_content
-from fabric.ckpt_server.server.trainer_watch import TrainerWatch
 from fabric.runtime.http.http_service import serve
 
 NAMES = [f"model.layers.{i:06}.weight" for i in range(50_000)]
@@ -71,10 +70,11 @@ class Probe(DebugProbe):
         return {"ok": True, "threads": threads, "rounds": RECORDING["entries"]}
 
 
-def parts_of(folder: Path, memory: SlotTable) -> CkptContext:
-    trainer = TrainerWatch()
-    metrics = CkptMetrics(memory, trainer, DurableJobs(memory))
-    return CkptContext({}, memory, trainer, metrics, Probe(folder, trainer))
+def app_of(folder: Path, memory: SlotTable) -> web.Application:
+    ranks = held_ranks(folder)
+    rank = ranks.held[0]
+    rank.slots, rank.probe = memory, Probe(folder, rank.trainer)
+    return make_app(ranks, CkptMetrics(ranks.held), None)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ async def port(tmp_path) -> AsyncIterator[int]:
     region = await memory.allocate(slot, 1 << 20)
     published = {**vars_of(description(7, 1 << 20)), "meta": {"loss": "1" * 50_000}}
     memory.publish(slot, gradient_content(published, len(region.view)))
-    runner, number = await serve(make_app(parts_of(tmp_path, memory), None), "127.0.0.1", 0)
+    runner, number = await serve(app_of(tmp_path, memory), "127.0.0.1", 0)
     yield number
     await runner.cleanup()
     memory.close()
@@ -102,9 +102,10 @@ def vars_of(gradient: Any) -> dict[str, Any]:
 
 
 def test_the_table_has_every_route(tmp_path):
-    app = make_app(parts_of(tmp_path, SlotTable()), None)
+    app = app_of(tmp_path, SlotTable())
     found = {(x.method, x.resource.canonical) for x in app.router.routes() if x.method != "HEAD"}
-    assert found == {("GET", path) for path in REQUESTS}
+    answered = [path for path in REQUESTS if path not in OPEN_PATHS]
+    assert found == {("GET", path) for path in (*REQUESTS, *(f"/ranks/{{rank}}{x}" for x in answered))}
 
 
 async def test_the_largest_request_of_every_route_is_a_short_turn_of_the_loop(port, monkeypatch):

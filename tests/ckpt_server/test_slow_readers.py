@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from server_support import DEADLINE_S, manifest_of
+from server_support import DEADLINE_S, held_ranks, manifest_of
 
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.ckpt_server.server import routes
-from fabric.ckpt_server.server.debug_probe import DebugProbe
-from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.metrics import CkptMetrics
-from fabric.ckpt_server.server.routes import CkptContext, _near, make_app
-from fabric.ckpt_server.server.slots import SNAPSHOT, SharedSlot, SlotTable, snapshot_content
-from fabric.ckpt_server.server.trainer_watch import TrainerWatch
+from fabric.ckpt_server.server.routes import _near, make_app
+from fabric.ckpt_server.server.slots import SNAPSHOT, SharedSlot, snapshot_content
 from fabric.runtime.http.http_service import serve
 
 NAMES = [f"model/layers.{n}.weight" for n in range(2000)]
@@ -47,13 +44,13 @@ class Served:
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    memory, trainer, file = SlotTable(), TrainerWatch(), a_file()
+    ranks, file = held_ranks(tmp_path), a_file()
+    memory = ranks.held[0].slots
     slot = memory.slot(SNAPSHOT, 0)
     region = await memory.allocate(slot, len(file))
     os.pwrite(region.fd, file, 0)
     memory.publish(slot, snapshot_content(manifest_of(file, 7), region.view, "job", "http://x"))
-    metrics = CkptMetrics(memory, trainer, DurableJobs(memory))
-    app = make_app(CkptContext({}, memory, trainer, metrics, DebugProbe(tmp_path, trainer)), None)
+    app = make_app(ranks, CkptMetrics(ranks.held), None)
 
     async def little_room(request: web.Request, _: web.StreamResponse) -> None:
         assert request.transport is not None

@@ -13,7 +13,8 @@ from test_tensor_routes import TENSORS, file_of
 
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.manifest import BLOCK_BYTES, file_digest
-from fabric.ckpt_server.reading import RemoteState
+from fabric.ckpt_server.reading import RemoteState, SnapshotAddress
+from fabric.cli import states
 from fabric.cli.states import diff, fetch_into, inspect_state, pull
 from fabric.errors import FabricError, IntegrityError
 from fabric.runtime.http.lighthouse_client import Lighthouses
@@ -247,3 +248,17 @@ def test_a_name_without_a_lighthouse_is_told_how_to_name_a_replica(tmp_path):
 def test_states_of_two_steps_are_said_to_be_so(url):
     shown = call(diff, f"{url}/v1/snapshots/9000", f"{url}/v1/snapshots/600")
     assert "has step 9000, and " in shown.stderr and "what is trained differs" in shown.stderr
+
+
+def test_the_states_of_a_replica_by_name_are_those_of_all_its_ranks_at_one_step():
+    """The mark of a rank in an address once hid the step, so that the other ranks gave their newest state."""
+    url = "http://h:1"
+    servers = [
+        {"replica": "r0", "rank": rank, "ckpt": ckpt} for rank, ckpt in ((1, f"{url}/ranks/1#1"), (0, url))
+    ]
+    for server, steps in zip(servers, ((5, 6, 7), (5, 6)), strict=True):
+        server["snapshots"] = [{"generation": 1, "step": step} for step in steps]
+    found = states._held({"checkpoint_servers": servers}, "r0", "job")
+    assert sorted(found) == [(1, 5), (1, 6)]
+    parts = [SnapshotAddress.parse(part) for part in found[1, 5].split(",")]
+    assert [(x.server.path, x.step) for x in parts] == [("", "5"), ("/ranks/1", "5")]

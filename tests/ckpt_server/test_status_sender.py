@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -13,7 +14,7 @@ from aiohttp import web
 from server_support import ROOT, TOKEN, TrainerProcess, end, wait_for
 
 from fabric.protocol.messages import wire
-from fabric.protocol.messages.network import HeartbeatAck, TrainerStatus
+from fabric.protocol.messages.network import HeartbeatAck, ServerStatus, TrainerStatus
 from fabric.runtime.http.http_service import bearer_required, errors_as_json, serve
 
 _DEADLINE_S = 30.0
@@ -24,6 +25,7 @@ class Lighthouse:
 
     def __init__(self) -> None:
         self.statuses: list[TrainerStatus] = []
+        self.messages: list[TrainerStatus | ServerStatus] = []
         self.requests: list[str] = []
         self.leader = ""
         self.url = ""
@@ -42,10 +44,11 @@ class Lighthouse:
             if message.type is not aiohttp.WSMsgType.TEXT:
                 break
             beat = wire.decode(message.data)
-            assert isinstance(beat, TrainerStatus)
-            self.statuses.append(beat)
+            assert isinstance(beat, TrainerStatus | ServerStatus)
+            self.messages.append(beat)
+            self.statuses.extend([beat] if isinstance(beat, TrainerStatus) else beat.statuses)
             self._wake()
-            await socket.send_str(wire.encode(HeartbeatAck(beat.number)).decode())
+            await socket.send_str(wire.encode(HeartbeatAck(len(self.messages))).decode())
         self._sockets.discard(socket)
         return socket
 
@@ -55,13 +58,20 @@ class Lighthouse:
 
     async def until(self, condition: Callable[[TrainerStatus], bool]) -> TrainerStatus:
         """Return the next status that meets ``condition``."""
-        at = len(self.statuses)
+        return await self._next(self.statuses, condition)
+
+    async def until_message(self, condition: Callable[[TrainerStatus | ServerStatus], bool]) -> None:
+        """Wait for the next message that meets ``condition``: the statuses of all ranks."""
+        await self._next(self.messages, condition)
+
+    async def _next(self, heard: list[Any], condition: Callable[[Any], bool]) -> Any:
+        at = len(heard)
         async with asyncio.timeout(_DEADLINE_S):
             while True:
-                for beat in self.statuses[at:]:
+                for beat in heard[at:]:
                     if condition(beat):
                         return beat
-                at = len(self.statuses)
+                at = len(heard)
                 await self._news.wait()
 
     async def hang_up(self) -> None:

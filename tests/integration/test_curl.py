@@ -182,9 +182,8 @@ def test_every_route_is_on_the_page():
         .replace("$TENSOR", "{tensor}")
         .replace("blocks/0-0", "blocks/{blocks}")
     )
-    for module in (lighthouse_routes, ckpt_routes):
-        app = module.make_app(None, None)
-        paths = {resource.canonical for resource in app.router.resources()} - {"/"}
+    for app in (lighthouse_routes.make_app(None, None), ckpt_routes.make_app(None, None, None)):
+        paths = {x.canonical.removeprefix("/ranks/{rank}") for x in app.router.resources()} - {"/"}
         assert len(paths) > 5
         for path in paths:
             assert re.search(re.escape(path) + r'["`?]', text), f"{path} is not on the page"
@@ -199,14 +198,17 @@ def code(job: Job, address: str, *options: str) -> str:
 def closed_paths() -> list[str]:
     """Return every path that needs the token."""
     found = []
-    for variable, module in (("$LIGHTHOUSE", lighthouse_routes), ("$CKPT", ckpt_routes)):
-        for resource in module.make_app(None, None).router.resources():
+    apps = {"$LIGHTHOUSE": lighthouse_routes.make_app(None, None)}
+    apps["$CKPT"] = ckpt_routes.make_app(None, None, None)
+    for variable, app in apps.items():
+        for resource in app.router.resources():
             if resource.canonical not in ("/healthz", "/metrics", "/livez", "/readyz", *dashboard.OPEN_PATHS):
                 path = (
                     resource.canonical.replace("{job}", "test")
                     .replace("{step}", "7")
                     .replace("{tensor}", "w")
                     .replace("{blocks}", "0-0")
+                    .replace("{rank}", "0")
                 )
                 found.append(variable + path)
     return found

@@ -1,6 +1,7 @@
 """A replica of two hosts with networks of their own, under ``fabric launch``: one host is lost."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -113,10 +114,12 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
             job.wait_for(Path(f"{held}.awaited").exists, f"step {HELD_AT} of r1")
             job.wait_for(lambda: len(holders(job, cable)) == 4, f"snapshots of step {HELD_AT} in all servers")
             servers = holders(job, cable)
-            if lost == "host":
-                hosts.lose("host-1")
-            else:
-                os.kill(job.pid("r1", 1), signal.SIGKILL)
+            with os.fdopen(os.pidfd_open(job.pid("r1", 1))) as rank:
+                if lost == "host":
+                    hosts.lose("host-1")
+                else:
+                    os.kill(job.pid("r1", 1), signal.SIGKILL)
+                job.wait_for(lambda: select.select([rank], [], [], 0)[0], "the end of rank 1, still held")
             held.touch()
             job.wait_for(lambda: len(job.notes("r1")) >= 4, "both ranks of r1 to start again")
             codes = {"r0.0": 0, "r0.1": 0, "host-0": 0, "host-1": -9 if lost == "host" else 0, "host-2": 0}

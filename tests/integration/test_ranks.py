@@ -3,7 +3,9 @@
 The surviving replica's losses equal those of one process that trains alone on the same data.
 """
 
+import os
 import re
+import signal
 
 import pytest
 from alone import losses_alone
@@ -72,3 +74,36 @@ def test_an_exception_at_one_rank_fails_the_job(zygote, tmp_path, way, ranks, ra
                 lines = [line for line in said.splitlines() if line.startswith("fabric: ")]
                 assert len(lines) == 1 and re.search(why, lines[0]), said
         assert max(e["step"] for e in job.events("r0", "commit")) == 4
+
+
+def test_a_killed_server_takes_no_rank_with_it_and_is_started_once_for_all_ranks(zygote, tmp_path):
+    environment = {"SHARDED": "fsdp2", "TINY_STEPS": str(STEPS), "FABRIC_SNAPSHOT_EVERY": "2"}
+    gate, end = tmp_path / "gate", tmp_path / "end"
+
+    def servers_of(replica: str) -> dict[int, str]:
+        """The addresses of the ranks' servers that hold a state."""
+        listed = [x for x in job.status()["checkpoint_servers"] if x["replica"] == replica]
+        return {x["rank"]: x["ckpt"] for x in listed if x["connected"] and x["snapshots"]}
+
+    with RankJob(zygote, tmp_path, replicas=2, ranks=2, environment=environment) as job:
+        job.start("r0", f"optimizer@10=wait:{gate},optimizer@30=wait:{end}")
+        job.start("r1")
+        job.wait_for(gate.with_name("gate.awaited").exists, "step 10")
+        job.wait_for(lambda: len(servers_of("r1")) == 2, "snapshots of both ranks")
+        before = servers_of("r1")
+        assert before[1] == f"{before[0]}/ranks/1#1"
+        assert len(job.server_pids()) == 2, "one for each replica"
+        killed = int((tmp_path / "run" / "r1" / "ckpt.lock").read_text())
+        os.kill(killed, signal.SIGKILL)
+        job.wait_for(lambda: not servers_of("r1"), "the lighthouse to lose both ranks' states")
+        gate.touch()
+        job.wait_for(end.with_name("end.awaited").exists, "step 30")
+        job.wait_for(lambda: len(servers_of("r1")) == 2, "new snapshots of both ranks")
+        after = servers_of("r1")
+        assert after[0] != before[0] and after[1] == f"{after[0]}/ranks/1#1"
+        assert len(job.server_pids()) == 2 and killed not in job.server_pids()
+        end.touch()
+        job.finish(deadline_s=120)
+        assert set(job.codes.values()) == {0}, job.logs()
+        assert job.starts == {"r0": 1, "r1": 1}, job.logs()
+        job.check_lanes(STEPS)

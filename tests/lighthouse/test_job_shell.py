@@ -175,10 +175,9 @@ async def test_the_core_gets_an_unchanged_status_less_often(instance, http):
     job.core.handle = lambda event, now: told.append(event) or handle(event, now)
     connection, held = job.connections.sessions["r0"], SnapshotRef(1, 5, "d")
     for number in range(100):
-        job.trainer_status(
-            connection, m.TrainerStatus("r0", 1, "running", number, snapshots=(held,), ages_s=(number / 20,))
-        )
-    job.trainer_status(connection, m.TrainerStatus("r0", 1, "stopped", 100))
+        ages = {"snapshots": (held,), "ages_s": (number / 20,)}
+        job.trainer_statuses(connection, [m.TrainerStatus("r0", 1, "running", number, **ages)])
+    job.trainer_statuses(connection, [m.TrainerStatus("r0", 1, "stopped", 100)])
     beats = [event.status for event in told if hasattr(event, "status")]
     assert beats[0].number == 0 and beats[-1].trainer == "stopped" and len(beats) < 20
     await member.close()
@@ -193,11 +192,11 @@ async def test_the_server_of_a_refused_second_process_does_not_hide_the_first(in
     await second.next(m.Rejected)
     job = instance.jobs.by_name["job"]
     own, others, again = (MemberConnection(web.WebSocketResponse(), None) for _ in range(3))
-    job.trainer_status(own, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
+    job.trainer_statuses(own, [m.TrainerStatus("r0", 1, "running", 1, "http://own")])
     for number, trainer in enumerate(("running", "gone", "gone")):
-        job.trainer_status(others, m.TrainerStatus("r0", 2, trainer, number, "http://others"))
+        job.trainer_statuses(others, [m.TrainerStatus("r0", 2, trainer, number, "http://others")])
     job.server_closed(others)
-    job.trainer_status(again, m.TrainerStatus("r0", 1, "running", 1, "http://own"))
+    job.trainer_statuses(again, [m.TrainerStatus("r0", 1, "running", 1, "http://own")])
     job.server_closed(own)  # the server's first connection ends after its second has begun
     [server] = (await described(job))["checkpoint_servers"]
     assert (server["ckpt"], server["trainer"], server["connected"]) == ("http://own", "running", True)
@@ -296,3 +295,26 @@ async def test_the_leader_gets_the_shares_that_the_detector_orders(instance, htt
     _, events = await get(http, f"{instance.url}/v1/jobs/job/events")
     assert [x["about"] for x in events if x["kind"] == "shares"] == ["r1"]
     await close_all(members)
+
+
+async def test_a_rank_that_a_server_has_dropped_counts_as_closed_and_the_others_go_on(instance, http):
+    member = await WireMember(http, instance.url, "r0").open()
+    await member.say(m.Heartbeat(1, 0, 0, 0))
+    await member.next(m.HeartbeatAck)
+    job = instance.jobs.by_name["job"]
+    connection = MemberConnection(web.WebSocketResponse(), None)
+    url, held = "http://own:1", SnapshotRef(1, 5, "d")
+    ranks = [
+        m.TrainerStatus("r0", 1, "running", 1, f"{url}/ranks/{k}#{k}" if k else url, (held,), rank=k)
+        for k in range(3)
+    ]
+    servers = job.core.state.liveness.servers
+    job.trainer_statuses(connection, ranks)
+    assert servers.held() == {held: {x.ckpt for x in ranks}}
+    job.trainer_statuses(connection, ranks[:2])
+    assert servers.held() == {held: {x.ckpt for x in ranks[:2]}}
+    job.trainer_statuses(connection, ranks)
+    assert servers.held() == {held: {x.ckpt for x in ranks}}
+    job.server_closed(connection)
+    assert servers.held() == {}
+    await member.close()

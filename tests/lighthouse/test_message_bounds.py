@@ -9,7 +9,7 @@ from fabric.lighthouse.connections import validation
 from fabric.lighthouse.connections.validation import (
     decode_member,
     decode_session,
-    decode_status,
+    decode_statuses,
     parse_policy,
 )
 from fabric.model import Fence, RankAddress, SnapshotRef, StepTimes
@@ -70,16 +70,19 @@ def test_a_session_is_bounded(change):
         "http://h\u00f6st:1",
         "http://:1",
         "10.0.0.1:1",
+        "http://10.0.0.1:1/ranks/7/debug",
+        "http://10.0.0.1:1/ranks/../1",
     ],
 )
 def test_the_address_of_a_checkpoint_server_is_a_scheme_a_host_and_a_port(url):
-    """With a path or query in the address, a tenant could choose the request that the lighthouse sends with
+    """With any path or query in the address, a tenant could choose the request that the lighthouse sends with
     the token.
     """
-    for good in ("http://10.0.0.1:1", "https://[fd00::1]:65535#3", "http://a-b.example:1/", ""):
+    rank = "http://10.0.0.1:1/ranks/7#7"
+    for good in ("http://10.0.0.1:1", "https://[fd00::1]:65535#3", "http://a-b.example:1/", rank, ""):
         assert decode_session(text(replace(SESSION, ckpt=good))).ckpt == good
-        assert decode_status(text(replace(STATUS, ckpt=good))).ckpt == good
-    for decode, message in ((decode_session, SESSION), (decode_status, STATUS)):
+        assert decode_statuses(text(replace(STATUS, ckpt=good)))[0].ckpt == good
+    for decode, message in ((decode_session, SESSION), (decode_statuses, STATUS)):
         with pytest.raises(ProtocolError, match="ckpt"):
             decode(text(replace(message, ckpt=url)))
 
@@ -121,7 +124,7 @@ def test_a_member_may_name_as_many_unreachable_members_as_it_finds():
 
 def test_sentences_are_cut_and_cleaned_and_not_refused():
     forged = "x\n2026-11-22 10:00:00 INFO fabric: forged \x1b[2J" + "y" * 1000
-    status = decode_status(text(replace(STATUS, durable_error=forged)))
+    [status] = decode_statuses(text(replace(STATUS, durable_error=forged)))
     beat = decode_member(text(replace(BEAT, phase=forged, busy=forged)))
     for sentence in (status.durable_error, beat.phase, beat.busy):
         assert sentence.isprintable() and len(sentence) == validation.MAX_SENTENCE and "forged" in sentence
@@ -137,9 +140,25 @@ def test_sentences_are_cut_and_cleaned_and_not_refused():
     ids=lambda change: next(iter(change)),
 )
 def test_a_trainer_status_is_bounded(change):
-    decode_status(text(STATUS))
+    decode_statuses(text(STATUS))
     with pytest.raises(ProtocolError):
-        decode_status(text(replace(STATUS, **change)))
+        decode_statuses(text(replace(STATUS, **change)))
+
+
+@pytest.mark.parametrize(
+    "statuses",
+    [
+        (STATUS, STATUS),
+        tuple(replace(STATUS, rank=k) for k in range(validation.MAX_LOCAL_RANKS + 1)),
+        (STATUS, replace(STATUS, rank=1, ckpt="http://h:1/?x")),
+    ],
+    ids=["a rank twice", "too many ranks", "a bad status"],
+)
+def test_the_statuses_of_a_server_are_bounded(statuses):
+    good = (STATUS, replace(STATUS, rank=3, ckpt="http://h:1/ranks/3#3"))
+    assert decode_statuses(text(m.ServerStatus(good))) == good
+    with pytest.raises(ProtocolError):
+        decode_statuses(text(m.ServerStatus(statuses)))
 
 
 def test_only_a_report_may_be_long():

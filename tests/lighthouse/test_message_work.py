@@ -66,11 +66,19 @@ def largest(fence: Fence) -> dict[type, m.Message]:
             durable=(STATE,) * v.MAX_SNAPSHOTS,
             durable_error=LONG[:30_000],
         ),
+        m.ServerStatus(
+            tuple(
+                m.TrainerStatus(
+                    "r0", 1, "running", 1, f"http://127.0.0.1:1/ranks/{k}#{k}", (STATE,) * 2, rank=k
+                )
+                for k in range(v.MAX_LOCAL_RANKS)
+            )
+        ),
     )
     return {type(message): message for message in found}
 
 
-KINDS = (*get_args(m.MemberMessage), m.TrainerStatus)
+KINDS = (*get_args(m.MemberMessage), m.TrainerStatus, m.ServerStatus)
 
 
 @pytest.fixture
@@ -92,9 +100,9 @@ def test_the_table_has_every_kind_that_a_tenant_may_send():
 def test_a_message_is_bounded_before_its_fields_are_decoded(kind, monkeypatch):
     """A message of 16 MiB held the loop for 2 seconds."""
     assert v.most_bytes(kind) <= v.MOST_BYTES
-    decode = v.decode_status if kind is m.TrainerStatus else v.decode_member
+    decode = v.decode_statuses if kind in (m.TrainerStatus, m.ServerStatus) else v.decode_member
     text = wire.encode(largest(Fence("s", 1, 1))[kind]).decode()
-    assert isinstance(decode(text), kind)
+    assert isinstance(decode(text), tuple if decode is v.decode_statuses else kind)
     decoded = []
     full = wire.decode_value
     monkeypatch.setattr(wire, "decode_value", lambda cls, *rest: decoded.append(cls) or full(cls, *rest))

@@ -9,7 +9,7 @@ from fabric.lighthouse.connections.validation import (
     MOST_REPLICAS,
     check_name,
     decode_member,
-    decode_status,
+    decode_statuses,
     parse_policy,
 )
 from fabric.lighthouse.jobs.job_history import job_of, record_key
@@ -53,9 +53,9 @@ class TestValidation:
     def test_ages_of_snapshots_fit_them(self, ages_s):
         status = m.TrainerStatus("r0", 1, "running", 1, "", (SnapshotRef(1, 5, "d"),))
         for good in ((), (0.5,)):
-            assert decode_status(wire.encode(replace(status, ages_s=good)).decode()).ages_s == good
+            assert decode_statuses(wire.encode(replace(status, ages_s=good)).decode())[0].ages_s == good
         with pytest.raises(ProtocolError, match="ages_s"):
-            decode_status(wire.encode(replace(status, ages_s=ages_s)).decode())
+            decode_statuses(wire.encode(replace(status, ages_s=ages_s)).decode())
 
     def test_sentences_are_cut_and_printable(self):
         aborted = decode_member(wire.encode(m.Aborted(Fence("s", 1, 1), 1, "a\nb" + "x" * 999)).decode())

@@ -14,10 +14,10 @@ import logging
 import os
 import re
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fabric.ckpt_server.server.trainer_status import StatusSender
 from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, STOPPED, TrainerWatch
 from fabric.ckpt_server.wire.channel_protocol import (
     DEBUG_SOCKET_NAME,
@@ -45,26 +45,27 @@ log = logging.getLogger(__name__)
 class EpochLog:
     """``epoch`` and ``incident_id`` are those of the newest epoch notice (at first 0 and empty)."""
 
-    def __init__(self, trainer: TrainerWatch) -> None:
-        self._trainer = trainer
+    def __init__(self) -> None:
         self._fence = Fence("", 0, 0)
         self.incident_id = ""
-        trainer.on_change = self._on_change
+
+    def watch(self, trainer: TrainerWatch, rank: int) -> None:
+        """Log the changes of this rank's trainer."""
+        trainer.on_change = partial(self._on_change, trainer, rank)
 
     @property
     def epoch(self) -> int:
         return self._fence.epoch
 
-    def record(self, notice: EpochNotice) -> None:
-        """Log an epoch once, even if several lighthouses send its notice."""
+    def record(self, notice: EpochNotice, incarnation: int) -> None:
+        """Log an epoch once, even if several lighthouses send its notice; ``incarnation``: the trainers'."""
         if (notice.fence, notice.incident_id) == (self._fence, self.incident_id):
             return
         self._fence, self.incident_id = notice.fence, notice.incident_id
-        logs.describe(epoch=self.epoch, incident_id=self.incident_id, incarnation=self._trainer.incarnation)
+        logs.describe(epoch=self.epoch, incident_id=self.incident_id, incarnation=incarnation)
         log.info("epoch: %s", notice.why)
 
-    def _on_change(self, state: str) -> None:
-        trainer = self._trainer
+    def _on_change(self, trainer: TrainerWatch, rank: int, state: str) -> None:
         # The next epoch may answer this change; the lighthouse then gives it the incident id of this change.
         incident_id = (
             incident_id_of(self.epoch + 1) if state != "running" and self.epoch else self.incident_id
@@ -73,7 +74,7 @@ class EpochLog:
             "the trainer, process %d, is %s",
             trainer.pid,
             state,
-            extra=fields(incident_id=incident_id, incarnation=trainer.incarnation),
+            extra=fields(incident_id=incident_id, incarnation=trainer.incarnation, rank=rank or None),
         )
 
 
@@ -94,14 +95,9 @@ class TrainerSilent(FabricError):
 
 
 class DebugProbe:
-    """Asks the process that ``trainer`` watches, whose folder is ``run_dir``.
-
-    ``status_sender`` reports to the lighthouse, if any; ``epoch_log`` keeps the lighthouse's epoch notices.
-    """
+    """Asks the process that ``trainer`` watches, whose folder is ``run_dir``."""
 
     def __init__(self, run_dir: Path, trainer: TrainerWatch) -> None:
-        self.status_sender: StatusSender | None = None
-        self.epoch_log = EpochLog(trainer)
         self._run_dir = run_dir
         self._trainer = trainer
         self._one_dump = asyncio.Lock()

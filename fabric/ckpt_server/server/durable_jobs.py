@@ -21,6 +21,7 @@ from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.errors import Refused
 from fabric.model import SnapshotRef
+from fabric.runtime.logs import fields
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ class DurableJobs:
     A checkpoint whose memory was needed is skipped, not failed, if the one before it was written. It never
     replaces the error of storage, such as a full disk."""
 
-    def __init__(self, memory: SlotTable) -> None:
+    def __init__(self, memory: SlotTable, rank: int = 0) -> None:
         self._memory = memory
+        self._log = logging.LoggerAdapter(log, fields(rank=rank or None))
         self._task: asyncio.Task[None] | None = None
         self._next: DurableJob | None = None  # the request to write next
         self._incarnation = 0  # the incarnation of the trainer whose snapshot the task writes
@@ -80,7 +82,7 @@ class DurableJobs:
             raise Refused(f"step {request.step} is not held, so it cannot be written to durable storage")
         if not self.is_idle and request.incarnation == self._incarnation and not request.urgent:
             if self._next is not None:
-                log.warning(
+                self._log.warning(
                     "step %d is not written: storage is slower than checkpoints are requested",
                     self._next.step,
                 )
@@ -131,7 +133,7 @@ class DurableJobs:
         had_written, self._has_written = self._has_written, is_written
         if not is_written:
             why = f"step {request.step}: {outcome.get('error')}"[:_MAX_ERROR_CHARACTERS]
-            log.warning("the durable checkpoint of %s", why)
+            self._log.warning("the durable checkpoint of %s", why)
             self.failures += not (is_overtaken and had_written)
             if not is_overtaken or not (had_written or self._has_storage_error):
                 self.error, self._has_storage_error = why, not is_overtaken
@@ -141,10 +143,12 @@ class DurableJobs:
         conflict = str(outcome.get("conflict") or "")
         self.error = f"step {request.step}: {conflict}"[:_MAX_ERROR_CHARACTERS] if conflict else ""
         for warning in outcome.get("warnings") or ():
-            log.warning("durable storage could not be tidied up: %s", warning)
+            self._log.warning("durable storage could not be tidied up: %s", warning)
         if outcome.get("complete") is True:
             self.newest = SnapshotRef(request.generation, request.step, str(outcome["digest"]))
-        log.info("durable checkpoint of step %d: %s, %.1f s", request.step, outcome["folder"], self.seconds)
+        self._log.info(
+            "durable checkpoint of step %d: %s, %.1f s", request.step, outcome["folder"], self.seconds
+        )
         return False
 
     async def _write(self, request: DurableJob) -> dict[str, Any]:

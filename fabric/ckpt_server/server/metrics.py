@@ -4,23 +4,23 @@ The registry is our own, so that it holds no metrics of the process or of other 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fabric.ckpt_server.server.durable_jobs import DurableJobs
-from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SlotTable
-from fabric.ckpt_server.server.trainer_watch import STATES, TrainerWatch
+from fabric.ckpt_server.server.local_ranks import LocalRank
+from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT
+from fabric.ckpt_server.server.trainer_watch import STATES
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
 
 class CkptMetrics:
-    """Counts transfers and ``connections``; ``render`` gives the text for a scrape."""
+    """Counts transfers and ``connections`` of all ranks; ``render`` gives the text for a scrape."""
 
-    def __init__(self, memory: SlotTable, trainer: TrainerWatch, durable: DurableJobs) -> None:
+    def __init__(self, ranks: Mapping[int, LocalRank]) -> None:
         self.connections = ConnectionLimit()
         self._registry = CollectorRegistry()
         self._registry.register(ConnectionMetrics("fabric_ckpt_http_", self.connections))
@@ -39,7 +39,7 @@ class CkptMetrics:
         for kind in (SNAPSHOT, GRADIENT):
             for metric in (self._served, self._aborted, self._active):
                 metric.labels(kind)
-        self._registry.register(_SlotCollector(memory, trainer, durable))
+        self._registry.register(_RankCollector(ranks))
 
     @contextmanager
     def transfer(self, kind: str) -> Iterator[Counter]:
@@ -59,60 +59,50 @@ class CkptMetrics:
         return generate_latest(self._registry)
 
 
-class _SlotCollector(Collector):
-    """Reads the slots and the trainer's state at the time of the scrape."""
+class _RankCollector(Collector):
+    """Reads the slots and the trainers' states at the time of the scrape."""
 
-    def __init__(self, memory: SlotTable, trainer: TrainerWatch, durable: DurableJobs) -> None:
-        self._memory = memory
-        self._trainer = trainer
-        self._durable = durable
+    def __init__(self, ranks: Mapping[int, LocalRank]) -> None:
+        self._ranks = ranks
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._content()
-        yield self._bytes()
-        yield self._state()
-        yield from self._written()
+        families: dict[str, Metric] = {}
+        for number, rank in sorted(self._ranks.items()):
+            for metric in _metrics_of(rank):
+                family = families.setdefault(metric.name, metric)
+                if family is not metric:
+                    family.samples += metric.samples
+                for sample in metric.samples:
+                    sample.labels["rank"] = str(number)
+        yield from families.values()
 
-    def _written(self) -> Iterator[Metric]:
-        durable = self._durable
-        if durable.newest is not None:
-            yield GaugeMetricFamily(
-                "fabric_ckpt_durable_step",
-                "Newest durable checkpoint written from here.",
-                durable.newest.step,
-            )
-            yield GaugeMetricFamily(
-                "fabric_ckpt_durable_seconds", "Time that the last durable checkpoint took.", durable.seconds
-            )
-        yield CounterMetricFamily(
-            "fabric_ckpt_durable_failures", "Durable checkpoints that could not be written.", durable.failures
+
+def _metrics_of(rank: LocalRank) -> Iterator[Metric]:
+    for kind in (SNAPSHOT, GRADIENT):
+        held = rank.slots.contents(kind)
+        yield GaugeMetricFamily(f"fabric_ckpt_{kind}s", f"Published {kind}s.", len(held))
+        if held:
+            newest, age_s = held[-1], time.monotonic() - held[-1].taken
+            yield GaugeMetricFamily(f"fabric_ckpt_{kind}_step", f"Step of the newest {kind}.", newest.step)
+            yield GaugeMetricFamily(f"fabric_ckpt_{kind}_age_seconds", f"Age of the newest {kind}.", age_s)
+    memory = GaugeMetricFamily("fabric_ckpt_memory_bytes", "Shared memory allocated.", labels=["kind"])
+    for kind in (SNAPSHOT, GRADIENT):
+        memory.add_metric([kind], sum(s.capacity for s in rank.slots.slots() if s.kind == kind))
+    yield memory
+    trainer = GaugeMetricFamily(
+        "fabric_ckpt_trainer", "1 for the state that the trainer process is in.", labels=["state"]
+    )
+    now, durable = rank.trainer.state, rank.durable
+    for state in STATES:
+        trainer.add_metric([state], float(state == now))
+    yield trainer
+    if durable.newest is not None:
+        yield GaugeMetricFamily(
+            "fabric_ckpt_durable_step", "Newest durable checkpoint written from here.", durable.newest.step
         )
-
-    def _content(self) -> Iterator[Metric]:
-        for kind in (SNAPSHOT, GRADIENT):
-            held = self._memory.contents(kind)
-            count = GaugeMetricFamily(f"fabric_ckpt_{kind}s", f"Published {kind}s.")
-            count.add_metric([], len(held))
-            yield count
-            if held:
-                step = GaugeMetricFamily(f"fabric_ckpt_{kind}_step", f"Step of the newest {kind}.")
-                step.add_metric([], held[-1].step)
-                yield step
-                age = GaugeMetricFamily(f"fabric_ckpt_{kind}_age_seconds", f"Age of the newest {kind}.")
-                age.add_metric([], time.monotonic() - held[-1].taken)
-                yield age
-
-    def _bytes(self) -> Metric:
-        family = GaugeMetricFamily("fabric_ckpt_memory_bytes", "Shared memory allocated.", labels=["kind"])
-        for kind in (SNAPSHOT, GRADIENT):
-            family.add_metric([kind], sum(s.capacity for s in self._memory.slots() if s.kind == kind))
-        return family
-
-    def _state(self) -> Metric:
-        family = GaugeMetricFamily(
-            "fabric_ckpt_trainer", "1 for the state that the trainer process is in.", labels=["state"]
+        yield GaugeMetricFamily(
+            "fabric_ckpt_durable_seconds", "Time that the last durable checkpoint took.", durable.seconds
         )
-        now = self._trainer.state
-        for state in STATES:
-            family.add_metric([state], float(state == now))
-        return family
+    yield CounterMetricFamily(
+        "fabric_ckpt_durable_failures", "Durable checkpoints that could not be written.", durable.failures
+    )

@@ -1,8 +1,9 @@
-"""The checkpoint server process: holds a trainer's shared memory, serves it, and reports the trainer's
-status.
+"""The checkpoint server process: holds the shared memory of a replica's trainers on this host, serves it, and
+reports their status.
 
-A separate process keeps the snapshots of a dead trainer, and serves snapshots without work for a living
-trainer. A lock allows one server per folder; the kernel releases it however the process ends.
+A separate process keeps the snapshots of dead trainers, and serves snapshots without work for living
+trainers. All ranks of the replica on this host have one server: one process, one port, one connection to the
+lighthouse. A lock allows one server per folder; the kernel releases it however the process ends.
 """
 
 import asyncio
@@ -12,29 +13,23 @@ import json
 import logging
 import os
 import random
-import secrets
 import shutil
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fabric.ckpt_server.fetch.http_source import HttpAddress
-from fabric.ckpt_server.server.debug_probe import DebugProbe
-from fabric.ckpt_server.server.durable_jobs import DurableJobs
+from fabric.ckpt_server.server.local_ranks import LocalRanks
 from fabric.ckpt_server.server.metrics import CkptMetrics
-from fabric.ckpt_server.server.routes import CkptContext, make_app
-from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
+from fabric.ckpt_server.server.routes import make_app
 from fabric.ckpt_server.server.trainer_status import StatusSender, StatusSource
-from fabric.ckpt_server.server.trainer_watch import FIRST_TRAINER_S, CrashLog, Lifetime, TrainerWatch
-from fabric.ckpt_server.server.unix_sockets import LocalReadServer, ServerIdentity, TrainerChannel
+from fabric.ckpt_server.server.unix_sockets import LocalReadServer, TrainerChannel
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, Refused
-from fabric.protocol.messages.network import EpochNotice, TrainerStatus
 from fabric.runtime.http.http_service import check_exposure, serve, url_host
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.private_folder import make_private, open_private, socket_path
@@ -77,21 +72,6 @@ def bound(path: Path, most: int = MOST_BYTES) -> None:
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 0.5
-# How long the server stays after the lighthouse has stored the job's end that this server reported.
-JOB_END_STORED_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _ServerParts:
-    """The parts of one server process."""
-
-    settings: ServerSettings
-    token: TokenFile
-    slots: SlotTable
-    trainer: TrainerWatch
-    durable: DurableJobs
-    probe: DebugProbe
-    lifetime: Lifetime
 
 
 class AlreadyServed(Refused):
@@ -143,47 +123,46 @@ def listening_socket(run_dir: Path) -> Iterator[socket.socket]:
 
 
 async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
-    """Serve until the server's lifetime ends; return the reason of the end.
+    """Serve until the last rank's lifetime ends; return the reason of the end.
 
     When ``ready_fd`` is given, one JSON line is written to it once trainers can attach. Raises
     FabricError where serving cannot begin.
     """
     token = TokenFile(settings.token_file)
     check_exposure(settings.bind, token.shown() or None)
-    slots, trainer = SlotTable(), TrainerWatch()
-    durable, probe = DurableJobs(slots), DebugProbe(settings.run_dir, trainer)
-    parts = _ServerParts(settings, token, slots, trainer, durable, probe, Lifetime(settings.orphan_s))
+    ranks = LocalRanks(settings)
     with own_folder(settings.run_dir):
-        try:
-            async with _http(parts) as identity:
-                with listening_socket(settings.run_dir) as listener, _signals(parts.lifetime):
-                    tell_ready(ready_fd, {"ok": True, "url": identity.url})
-                    log.info("replica %s of job %s: %s", settings.replica, settings.job, identity.url)
-                    await _serve_until_end(parts, identity, listener)
-        finally:
-            parts.trainer.close()
-            parts.slots.close()
-    return parts.lifetime.reason
+        async with _http(ranks, token):
+            with listening_socket(settings.run_dir) as listener, _signals(ranks):
+                tell_ready(ready_fd, {"ok": True, "url": ranks.url})
+                log.info("replica %s of job %s: %s", settings.replica, settings.job, ranks.url)
+                await _serve_until_end(ranks, token, listener)
+    return ranks.reason
 
 
-async def _serve_until_end(parts: _ServerParts, identity: ServerIdentity, listener: socket.socket) -> None:
-    """Serve the trainer on ``listener``, local readers and the lighthouse until the lifetime ends."""
-    settings, trainer, durable, lifetime = parts.settings, parts.trainer, parts.durable, parts.lifetime
-    local_reads = LocalReadServer(parts.slots, parts.token).open(HttpAddress.parse(identity.url).place)
-    channel = TrainerChannel(identity, parts.slots, trainer, lifetime, durable)
-    lifetime.trainer_left(FIRST_TRAINER_S)
+async def _serve_until_end(ranks: LocalRanks, token: TokenFile, listener: socket.socket) -> None:
+    """Serve trainers on ``listener``, local readers and the lighthouse until the last rank has ended."""
+    settings = ranks.settings
+    local_reads = LocalReadServer(ranks.held, token).open(HttpAddress.parse(ranks.url).place)
+    channel = TrainerChannel(ranks)
     async with local_reads, asyncio.TaskGroup() as group:
+        ranks.begin(group)
         tasks = [group.create_task(channel.accept(listener))]
         tasks.append(group.create_task(keep_bounded(settings.run_dir / LOG_NAME)))
         if settings.lighthouse:
-            tasks.append(group.create_task(trainer.watch()))
-            parts.probe.status_sender = _status_sender(parts, identity)
-            tasks.append(group.create_task(parts.probe.status_sender.run()))
-        await lifetime.ended.wait()
-        ends = [group.create_task(x) for x in (durable.finish(), lifetime.at_once.wait())]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        await durable.close()
-        for task in (*tasks, *ends):
+            chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
+            ranks.status_sender = StatusSender(
+                settings.lighthouse,
+                settings.job,
+                settings.replica,
+                token,
+                StatusSource(ranks.compose, ranks.changed, ranks.hear),
+                chance,
+                tls=settings.tls,
+            )
+            tasks.append(group.create_task(ranks.status_sender.run()))
+        await ranks.ended.wait()
+        for task in tasks:
             task.cancel()
 
 
@@ -197,13 +176,11 @@ def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
 
 
 @asynccontextmanager
-async def _http(parts: _ServerParts) -> AsyncIterator[ServerIdentity]:
-    """Serve HTTP inside the block."""
-    settings = parts.settings
-    name = {"job": settings.job, "replica": settings.replica, "instance": secrets.token_hex(8)}
-    metrics = CkptMetrics(parts.slots, parts.trainer, parts.durable)
-    context = CkptContext(name, parts.slots, parts.trainer, metrics, parts.probe)
-    app = make_app(context, parts.token, (settings.advertise, settings.bind))
+async def _http(ranks: LocalRanks, token: TokenFile) -> AsyncIterator[None]:
+    """Serve HTTP inside the block; give the ranks their URL."""
+    settings = ranks.settings
+    metrics = CkptMetrics(ranks.held)
+    app = make_app(ranks, metrics, token, (settings.advertise, settings.bind))
     runner, port = await serve(
         app,
         settings.bind,
@@ -214,53 +191,19 @@ async def _http(parts: _ServerParts) -> AsyncIterator[ServerIdentity]:
         limit=metrics.connections,
     )
     try:
-        host = url_host(settings.advertise or settings.bind)
-        yield ServerIdentity(url=f"{settings.tls.scheme}://{host}:{port}", **name)
+        ranks.url = f"{settings.tls.scheme}://{url_host(settings.advertise or settings.bind)}:{port}"
+        yield
     finally:
         await runner.cleanup()
 
 
-def _status_sender(parts: _ServerParts, identity: ServerIdentity) -> StatusSender:
-    settings, slots, trainer, durable = parts.settings, parts.slots, parts.trainer, parts.durable
-    crash_log = CrashLog(slots, trainer)
-
-    def compose(number: int) -> TrainerStatus:
-        state, held, now = trainer.state, slots.contents(SNAPSHOT), time.monotonic()
-        return TrainerStatus(
-            replica=settings.replica,
-            incarnation=trainer.incarnation,
-            trainer=state,
-            number=number,
-            ckpt=identity.url + (f"#{settings.rank}" if settings.rank else ""),
-            snapshots=tuple(content.ref for content in held),
-            deaths=crash_log.seen(state),
-            rank=settings.rank,
-            ages_s=tuple(round(now - content.taken, 3) for content in held),
-            durable=(durable.newest,) if durable.newest is not None else (),
-            durable_error=durable.error,
-            parts=tuple(content.parts for content in held),
-            ended=trainer.ended,
-        )
-
-    def on_notice(notice: EpochNotice) -> None:
-        parts.probe.epoch_log.record(notice)
-        if notice.complete and trainer.ended is not None:
-            parts.lifetime.finish(JOB_END_STORED_S)  # the server stayed until the lighthouse stored the end
-
-    chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
-    source = StatusSource(compose, trainer.changed, on_notice)
-    return StatusSender(
-        settings.lighthouse, settings.job, settings.replica, parts.token, source, chance, tls=settings.tls
-    )
-
-
 @contextmanager
-def _signals(lifetime: Lifetime) -> Iterator[None]:
+def _signals(ranks: LocalRanks) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     # The end of a container sends SIGTERM to all processes: the running writer still ends its work.
-    handled = {signal.SIGTERM: lifetime.end, signal.SIGINT: lifetime.end_at_once}
-    for number, end in handled.items():
-        loop.add_signal_handler(number, end, f"signal {number.name}")
+    handled = {signal.SIGTERM: False, signal.SIGINT: True}
+    for number, at_once in handled.items():
+        loop.add_signal_handler(number, partial(ranks.end, f"signal {number.name}", at_once=at_once))
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """The HTTP side: snapshots and gradients for joining replicas, JSON for people with `curl`.
 
+Each rank of this host has the paths below ``/ranks/RANK``; without that they are those of rank 0.
 A path names a step by its number or as ``latest``. The answer for a missing step is 409 with the held steps,
 so that a reader can choose another source or step. Answers with bytes support ranges; the server never copies
 all bytes. Malformed requests get a 4xx with a sentence.
@@ -34,10 +35,10 @@ from fabric.ckpt_server.format.tensor_slices import (
     parse_slice,
     slice_text,
 )
-from fabric.ckpt_server.server.debug_probe import DebugProbe, TrainerSilent, parse_flight
+from fabric.ckpt_server.server.debug_probe import TrainerSilent, parse_flight
+from fabric.ckpt_server.server.local_ranks import LocalRank, LocalRanks
 from fabric.ckpt_server.server.metrics import CkptMetrics
-from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotContent, SlotTable
-from fabric.ckpt_server.server.trainer_watch import TrainerWatch
+from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotContent
 from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Compressor, choose
 from fabric.ckpt_server.wire.compression import PIECE_BYTES as WORK_BYTES
 from fabric.errors import ProtocolError, Refused
@@ -322,18 +323,9 @@ _Handler = Callable[["CkptRoutes", web.Request], Awaitable[web.StreamResponse]]
 _Answer = Callable[["CkptRoutes", web.Request, SharedSlot, SlotContent], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True, slots=True)
-class CkptContext:
-    """The objects that the routes answer from; ``name``: job, replica and instance of this server."""
-
-    name: dict[str, str]
-    memory: SlotTable
-    trainer: TrainerWatch
-    metrics: CkptMetrics
-    probe: DebugProbe
-
-
-def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[str] = ()) -> web.Application:
+def make_app(
+    ranks: LocalRanks, metrics: CkptMetrics, token: TokenFile | str | None, names: Iterable[str] = ()
+) -> web.Application:
     """Return the application. All paths but OPEN_PATHS need ``token`` (None: none). ``names``: the host names
     besides loopback."""
     tokens = TokenFile.of(token)
@@ -345,21 +337,23 @@ def make_app(parts: CkptContext, token: TokenFile | str | None, names: Iterable[
         ],
         client_max_size=64 * 1024,
     )
-    routes = CkptRoutes(parts)
+    routes = CkptRoutes(ranks, metrics)
     app.router.add_get("/healthz", routes.health)
     app.router.add_get("/metrics", routes.metrics)
-    app.router.add_get("/debug/state", routes.state)
-    app.router.add_get("/debug/stacks", routes.stacks)
-    app.router.add_get("/debug/flight", routes.flight)
-    app.router.add_get("/debug/exchange", routes.exchange)
-    app.router.add_get("/v1/snapshots", routes.snapshots)
-    app.router.add_get("/v1/snapshots/{step}/manifest", routes.manifest)
-    app.router.add_get("/v1/snapshots/{step}/data", routes.data)
-    app.router.add_get("/v1/snapshots/{step}/blocks/{blocks}", routes.blocks)
-    app.router.add_get("/v1/snapshots/{step}/tensors/{tensor:.+}", routes.tensor)
-    app.router.add_get("/v1/snapshots/{step}/statistics/{tensor:.+}", routes.statistics)
-    app.router.add_get("/v1/gradients", routes.gradients)
-    app.router.add_get("/v1/gradients/{step}", routes.gradient)
+    for of_rank in ("", "/ranks/{rank}"):
+        app.router.add_get(f"{of_rank}/debug/state", routes.state)
+        app.router.add_get(f"{of_rank}/debug/stacks", routes.stacks)
+        app.router.add_get(f"{of_rank}/debug/flight", routes.flight)
+        app.router.add_get(f"{of_rank}/debug/exchange", routes.exchange)
+        app.router.add_get(f"{of_rank}/v1/snapshots", routes.snapshots)
+        snapshot = f"{of_rank}/v1/snapshots/{{step}}"
+        app.router.add_get(f"{snapshot}/manifest", routes.manifest)
+        app.router.add_get(f"{snapshot}/data", routes.data)
+        app.router.add_get(f"{snapshot}/blocks/{{blocks}}", routes.blocks)
+        app.router.add_get(f"{snapshot}/tensors/{{tensor:.+}}", routes.tensor)
+        app.router.add_get(f"{snapshot}/statistics/{{tensor:.+}}", routes.statistics)
+        app.router.add_get(f"{of_rank}/v1/gradients", routes.gradients)
+        app.router.add_get(f"{of_rank}/v1/gradients/{{step}}", routes.gradient)
     return app
 
 
@@ -382,8 +376,9 @@ def _of_snapshot(answer: _Answer) -> _Handler:
 class CkptRoutes:
     """One handler per path."""
 
-    def __init__(self, parts: CkptContext) -> None:
-        self._parts = parts
+    def __init__(self, ranks: LocalRanks, metrics: CkptMetrics) -> None:
+        self._ranks = ranks
+        self._metrics = metrics
         self._one_summary = asyncio.Lock()
 
     async def health(self, request: web.Request) -> web.Response:
@@ -392,15 +387,15 @@ class CkptRoutes:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer with the metrics in Prometheus' text format."""
-        return web.Response(body=self._parts.metrics.render(), headers={"Content-Type": _METRICS_TYPE})
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": _METRICS_TYPE})
 
     async def snapshots(self, request: web.Request) -> web.Response:
         """Answer with all held snapshots, oldest first."""
-        return web.json_response(self._listing(SNAPSHOT))
+        return web.json_response(_listing(self._rank(request), SNAPSHOT))
 
     async def gradients(self, request: web.Request) -> web.Response:
         """Answer with all held gradients, oldest first."""
-        return web.json_response(self._listing(GRADIENT))
+        return web.json_response(_listing(self._rank(request), GRADIENT))
 
     @_of_snapshot
     async def manifest(self, request: web.Request, _: SharedSlot, content: SlotContent) -> web.StreamResponse:
@@ -418,7 +413,7 @@ class CkptRoutes:
     @_of_snapshot
     async def data(self, request: web.Request, slot: SharedSlot, _: SlotContent) -> web.StreamResponse:
         """Answer with the snapshot's bytes: a whole safetensors file, or a range of it."""
-        return await send(request, slot, self._parts.metrics)
+        return await send(request, slot, self._metrics)
 
     @_of_snapshot
     async def tensor(
@@ -427,7 +422,7 @@ class CkptRoutes:
         """Answer with the little-endian bytes of a tensor, a slice, or a range; headers give dtype and
         shape."""
         excerpt = _excerpt(request, content, _tensor(request, content))
-        return await send(request, slot, self._parts.metrics, excerpt)
+        return await send(request, slot, self._metrics, excerpt)
 
     @_of_snapshot
     async def blocks(
@@ -447,7 +442,7 @@ class CkptRoutes:
             )
         begin, end = first * size, min((last + 1) * size, nbytes)
         excerpt = Excerpt(begin, end - begin, f"-blocks-{first}-{last}")
-        return await send(request, slot, self._parts.metrics, excerpt)
+        return await send(request, slot, self._metrics, excerpt)
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
         """Answer with minimum, maximum, mean, norm and the number of non-finite elements of a tensor."""
@@ -478,29 +473,32 @@ class CkptRoutes:
             raise ProtocolError("gradients are named by their step: ask for /v1/gradients/<number>")
         generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
         wait_s = query_seconds(request, "wait_s", most=MAX_WAIT_S)
-        memory = self._parts.memory
-        slot = await memory.wait_gradient(step, generation, wait_s)
+        rank = self._rank(request)
+        slot = await rank.slots.wait_gradient(step, generation, wait_s)
         if slot is not None:
-            return await send(request, slot, self._parts.metrics)
-        gone = memory.gradient_is_gone(step, generation)
+            return await send(request, slot, self._metrics)
+        gone = rank.slots.gradient_is_gone(step, generation)
         why = "is not held any more" if gone else "is not held yet"
-        return self._not_held(GRADIENT, f"the gradient of step {step} {why}", gone)
+        return _not_held(rank, GRADIENT, f"the gradient of step {step} {why}", gone)
 
     async def state(self, request: web.Request) -> web.Response:
         """Answer with the trainer's own report, the kernel's view of it, the status, and every slot's
         readers."""
-        parts, status_sender = self._parts, self._parts.probe.status_sender
-        trainer, says, why = parts.trainer, None, ""
+        rank, ranks = self._rank(request), self._ranks
+        trainer, says, why = rank.trainer, None, ""
         try:
-            parts.probe.require_process()
-            says = {k: v for k, v in (await parts.probe.ask("state")).items() if k != "ok"}
+            rank.probe.require_process()
+            says = {k: v for k, v in (await rank.probe.ask("state")).items() if k != "ok"}
         except (TrainerSilent, Refused) as error:
             why = str(error)
         return web.json_response(
             {
-                **parts.name,
-                "epoch": parts.probe.epoch_log.epoch,
-                "incident_id": parts.probe.epoch_log.incident_id,
+                "job": ranks.settings.job,
+                "replica": ranks.settings.replica,
+                "instance": rank.instance,
+                "rank": rank.number,
+                "epoch": ranks.epoch_log.epoch,
+                "incident_id": ranks.epoch_log.incident_id,
                 "trainer": {
                     "state": trainer.state,
                     "pid": trainer.pid,
@@ -509,19 +507,19 @@ class CkptRoutes:
                     "says": says,
                     "silent": why,
                 },
-                "status_sender": None if status_sender is None else status_sender.describe(),
-                "slots": [_describe_slot(slot) for slot in parts.memory.slots()],
+                "status_sender": None if ranks.status_sender is None else ranks.status_sender.describe(),
+                "slots": [_describe_slot(slot) for slot in rank.slots.slots()],
             }
         )
 
     async def stacks(self, request: web.Request) -> web.Response:
         """Answer with the stacks of every thread of the trainer, even if the trainer hangs."""
-        return web.json_response(await self._parts.probe.stacks())
+        return web.json_response(await self._rank(request).probe.stacks())
 
     async def flight(self, request: web.Request) -> web.Response:
         """Answer with torch's recording of the trainer's collectives; ``last``: only this many calls."""
         last = query_integer(request, "last", low=1, high=_MAX_NUMBER)
-        answer = await self._ask_trainer("flight")
+        answer = await _ask_trainer(self._rank(request), "flight")
         flight = await asyncio.to_thread(parse_flight, answer.get("recording"))
         if last is not None and isinstance(flight, dict) and isinstance(flight.get("entries"), list):
             flight = {**flight, "entries": flight["entries"][-last:]}
@@ -529,39 +527,52 @@ class CkptRoutes:
 
     async def exchange(self, request: web.Request) -> web.Response:
         """Answer with the trainer's recording of its newest exchanges with the other replicas."""
-        answer = await self._ask_trainer("exchange")
+        answer = await _ask_trainer(self._rank(request), "exchange")
         return web.json_response({name: value for name, value in answer.items() if name != "ok"})
 
-    async def _ask_trainer(self, what: str) -> dict[str, Any]:
-        """Return the trainer's own answer. Answers 504 or 404 where there is none."""
-        self._parts.probe.require_process()
-        try:
-            return await self._parts.probe.ask(what)
-        except TrainerSilent as error:
-            raise web.HTTPGatewayTimeout(text=str(error)) from error
-        except Refused as error:
-            raise web.HTTPNotFound(text=str(error)) from error
+    def _rank(self, request: web.Request) -> LocalRank:
+        """Return the rank that the path names. Answers 404 where no trainer of it has attached here."""
+        text, held = request.match_info.get("rank", "0"), self._ranks.held
+        rank = held.get(int(text)) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+        if rank is None:
+            numbers = ", ".join(map(str, sorted(held))) or "none"
+            raise web.HTTPNotFound(text=f"this server has no rank {text[:40]}; its ranks: {numbers}")
+        return rank
 
     def find(self, request: web.Request) -> SharedSlot | web.Response:
         """Return the slot of the snapshot that the path names, or a response that no slot holds it."""
         step = _step(request)
         generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
-        slot = self._parts.memory.find(SNAPSHOT, step, generation)
+        rank = self._rank(request)
+        slot = rank.slots.find(SNAPSHOT, step, generation)
         if slot is not None:
             return slot
         asked = "no snapshot is held yet" if step is None else f"the snapshot of step {step} is not held"
         if generation is not None:
             asked += f" in generation {generation}"
-        return self._not_held(SNAPSHOT, asked, gone=step is not None)
+        return _not_held(rank, SNAPSHOT, asked, gone=step is not None)
 
-    def _not_held(self, kind: str, sentence: str, gone: bool) -> web.Response:
-        available = [c.step for c in self._parts.memory.contents(kind)]
-        hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
-        return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
 
-    def _listing(self, kind: str) -> list[dict[str, object]]:
-        now = time.monotonic()
-        return [{**c.entry, "age_s": round(now - c.taken, 3)} for c in self._parts.memory.contents(kind)]
+async def _ask_trainer(rank: LocalRank, what: str) -> dict[str, Any]:
+    """Return the trainer's own answer. Answers 504 or 404 where there is none."""
+    rank.probe.require_process()
+    try:
+        return await rank.probe.ask(what)
+    except TrainerSilent as error:
+        raise web.HTTPGatewayTimeout(text=str(error)) from error
+    except Refused as error:
+        raise web.HTTPNotFound(text=str(error)) from error
+
+
+def _not_held(rank: LocalRank, kind: str, sentence: str, gone: bool) -> web.Response:
+    available = [c.step for c in rank.slots.contents(kind)]
+    hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
+    return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
+
+
+def _listing(rank: LocalRank, kind: str) -> list[dict[str, object]]:
+    now = time.monotonic()
+    return [{**c.entry, "age_s": round(now - c.taken, 3)} for c in rank.slots.contents(kind)]
 
 
 def _step(request: web.Request) -> int | None:

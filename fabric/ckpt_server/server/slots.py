@@ -275,8 +275,6 @@ READ_PAUSE_S = 0.5
 _SETTLE_S = 10.0
 # A reader that waits for a gradient gets it within this time after the trainer has written its entry.
 _LOOK_S = 0.01
-# This thread has low priority: memory mostly grows early, while the trainer uses the same processors.
-_GROWING = ThreadPoolExecutor(1, "fabric-memory", lower_priority)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -393,6 +391,8 @@ class SlotTable:
         # (generation, step) of the gradient that was published last.
         self._last_gradient: tuple[int, int] | None = None
         self._published = asyncio.Event()
+        # This thread has low priority: memory mostly grows early, while trainers use the same processors.
+        self._growing = ThreadPoolExecutor(1, "fabric-memory", lower_priority)
 
     def slot(self, kind: str, index: int) -> SharedSlot:
         """Return slot ``index`` of ``kind``. Raises ProtocolError for a kind or index that cannot exist."""
@@ -419,7 +419,7 @@ class SlotTable:
         """
         if slot.memfd is None:
             slot.memfd = Memfd(f"{slot.kind} slot {slot.index}")
-        await asyncio.get_running_loop().run_in_executor(_GROWING, slot.memfd.grow, nbytes)
+        await asyncio.get_running_loop().run_in_executor(self._growing, slot.memfd.grow, nbytes)
         return slot.memfd
 
     def publish(self, slot: SharedSlot, content: SlotContent) -> None:
@@ -504,7 +504,8 @@ class SlotTable:
                     await published.wait()
 
     def close(self) -> None:
-        """Release all memory."""
+        """Release all memory, once none of it grows any more."""
+        self._growing.shutdown()
         for slot in self._slots.values():
             if slot.memfd is not None:
                 slot.memfd.close()

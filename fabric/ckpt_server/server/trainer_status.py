@@ -1,4 +1,4 @@
-"""Reports the trainer's status to the lighthouse every quarter of a second (in large jobs once a second).
+"""Reports the trainers' statuses to the lighthouse every quarter of a second (in large jobs once a second).
 
 The trainer's own heartbeats stop when C code holds the interpreter's lock, when the trainer is stopped, and
 when it is killed. The checkpoint server is small and rarely busy, so its status is a second source of
@@ -19,7 +19,7 @@ from urllib.parse import quote
 import aiohttp
 
 from fabric.errors import ProtocolError, Unreachable
-from fabric.protocol.messages.network import EpochNotice, TrainerStatus
+from fabric.protocol.messages.network import EpochNotice, ServerStatus, TrainerStatus
 from fabric.protocol.messages.wire import decode, encode
 from fabric.runtime.http.http_service import come_back_s
 from fabric.runtime.http.lighthouse_client import LighthouseDialer
@@ -44,8 +44,8 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 0.8
 class StatusSource:
     """The source of status messages."""
 
-    compose: Callable[[int], TrainerStatus]  # makes the status message with this number
-    changed: asyncio.Event  # set when the trainer's state may have changed between two messages
+    compose: Callable[[int], TrainerStatus | ServerStatus]  # makes the status message with this number
+    changed: asyncio.Event  # set when a trainer's state may have changed between two messages
     heard: Callable[[EpochNotice], None] = lambda _: None
 
 

@@ -6,7 +6,7 @@ closes its sockets. So the watch also reads ``/proc/PID/stat`` every 10 ms (4 mi
 in that file shows an exit within a fraction of a millisecond, and only that file shows a stopped process. A
 running process is ``running``, however busy it is.
 
-``Lifetime`` decides when the server process ends: on request, a while after the job's end, or without a
+``Lifetime`` decides when the server lets a rank go: on request, a while after the job's end, or without a
 trainer. The server must outlive its trainer, but not for ever: a host whose trainer never comes back would
 keep the memory. So a timer runs while no trainer is attached. Another timer runs after the trainer has
 announced the job's end. A trainer that attaches stops both timers.
@@ -14,7 +14,6 @@ announced the job's end. A trainer that attaches stops both timers.
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -25,8 +24,6 @@ from fabric.ckpt_server.server.slots import CRASH_MARKER, SlotTable
 from fabric.errors import ConfigError, Refused
 from fabric.model import MAX_MICRO_BATCHES, Death, JobEnd
 from fabric.runtime.system_calls import create_memfd, refused
-
-log = logging.getLogger(__name__)
 
 RUNNING = "running"
 STOPPED = "stopped"
@@ -69,19 +66,19 @@ def parse_stat(text: str) -> TaskStat:
 
 
 class TrainerWatch:
-    """The trainer that this server watches: at most one at a time, attached or detached.
+    """The trainer of one rank: at most one at a time, attached or detached.
 
-    ``changed`` is set whenever its state may have changed; ``on_death`` is called when its process is
-    dead. Lives on one event loop.
+    ``changed`` is set whenever its state may have changed; ``hang_up``, which is called when its process is
+    dead, closes its channel. Lives on one event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changed: asyncio.Event | None = None) -> None:
         self.pid = 0
         self.incarnation = 0
         self.is_attached = False
         self.ended: JobEnd | None = None  # the job's end that the trainer reported when it ended
-        self.changed = asyncio.Event()
-        self.on_death: Callable[[], None] = lambda: None
+        self.changed = changed or asyncio.Event()
+        self.hang_up: Callable[[], None] = lambda: None
         self.on_change: Callable[[str], None] = lambda _state: None  # called with the trainer's new state
         self.on_attach: Callable[[], None] = lambda: None  # called before another process replaces this one
         # The stat file and the pidfd refer to this process, even when another process gets its pid.
@@ -147,14 +144,15 @@ class TrainerWatch:
                 self.on_change(state)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; from now on the trainer counts as gone."""
         self._unwatch()
+        self._dead = True
 
     def _on_death(self) -> None:
         self._unwatch()
         self._dead = True
         self.changed.set()
-        self.on_death()
+        self.hang_up()
 
     def _unwatch(self) -> None:
         self._dead = False
@@ -186,8 +184,8 @@ def _descriptors_of(pid: int) -> tuple[int, int] | None:
 
 
 class Lifetime:
-    """Ends the server ``orphan_s`` after the last trainer left: sets ``ended``, with the ``reason``.
-    ``at_once``: a signal has ended the server, which waits for no work under way."""
+    """Says when the server lets a rank go, ``orphan_s`` after its last trainer left: sets ``ended``, with the
+    ``reason``. ``at_once``: a signal has ended the server, which waits for no work under way."""
 
     def __init__(self, orphan_s: float) -> None:
         self.ended = asyncio.Event()
@@ -205,7 +203,7 @@ class Lifetime:
         self._orphan_timer = self._finish_timer = None
 
     def trainer_left(self, at_least_s: float = 0.0) -> None:
-        """Start the timer of a server without a trainer: ``orphan_s``, or ``at_least_s`` if that is more."""
+        """Start the timer of a rank without a trainer: ``orphan_s``, or ``at_least_s`` if that is more."""
         if self._orphan_timer is None:
             orphan_s = max(self._orphan_s, at_least_s)
             reason = f"no trainer has been attached for {orphan_s:g} s"
@@ -213,7 +211,7 @@ class Lifetime:
             self._orphan_timer = loop.call_later(orphan_s, self.end, reason)
 
     def finish(self, linger_s: float) -> None:
-        """End the server ``linger_s`` from now, because the job is done; a later call replaces the time."""
+        """End it ``linger_s`` from now, because the job is done; a later call replaces the time."""
         if self._finish_timer is not None:
             self._finish_timer.cancel()
         loop = asyncio.get_running_loop()
@@ -221,7 +219,7 @@ class Lifetime:
         self._finish_timer = loop.call_later(max(linger_s, 0.02), self.end, "the job is done")
 
     def end_at_once(self, reason: str) -> None:
-        """End the server now, without waiting for work under way."""
+        """End it now, without waiting for work under way."""
         self.at_once.set()
         self.end(reason)
 
@@ -229,7 +227,6 @@ class Lifetime:
         """End now."""
         if not self.ended.is_set():
             self.reason = reason
-            log.info("the checkpoint server ends: %s", reason)
             self.ended.set()
 
 

@@ -1,11 +1,11 @@
-"""The server's unix sockets: the channel to its trainer, and snapshots for readers on this host.
+"""The server's unix sockets: the channels to its trainers, and snapshots for readers on this host.
 
 On the channel each request of the trainer gets one response before the next request.
 
-The socket lies in a folder of mode 0700, and the kernel names the peer's user and pid. One trainer at a time
-is attached. The server refuses a second trainer until the first one ends or closes its channel, because two
-writers would mix their snapshots. Memory travels as file descriptors. The server decodes requests strictly;
-it answers a malformed request with a sentence, and changes nothing.
+The socket lies in a folder of mode 0700, and the kernel names the peer's user and pid. One trainer of each
+rank at a time is attached. The server refuses a second one until the first one ends or closes its channel,
+because two writers would mix their snapshots. Memory travels as file descriptors. The server decodes requests
+strictly; it answers a malformed request with a sentence, and changes nothing.
 """
 
 import asyncio
@@ -20,16 +20,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
-from fabric.ckpt_server.server.durable_jobs import DurableJobs
+from fabric.ckpt_server.server.local_ranks import LocalRank, LocalRanks
 from fabric.ckpt_server.server.slots import (
     GRADIENT,
     SNAPSHOT,
     SharedSlot,
-    SlotTable,
     gradient_content,
     snapshot_content,
 )
-from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE, Lifetime, TrainerWatch
+from fabric.ckpt_server.server.trainer_watch import ABSENT, GONE
 from fabric.ckpt_server.wire.channel_protocol import (
     LOCAL_ASK_S,
     MAX_FIRST_LINE_BYTES,
@@ -180,8 +179,10 @@ class ReadRequest:
 class LocalReadServer:
     """Gives readers on this host descriptors of published snapshots."""
 
-    def __init__(self, memory: SlotTable, token: TokenFile | str | None, stall_s: float = STALL_S) -> None:
-        self._memory = memory
+    def __init__(
+        self, ranks: Mapping[int, LocalRank], token: TokenFile | str | None, stall_s: float = STALL_S
+    ) -> None:
+        self._ranks = ranks
         self._tokens = TokenFile.of(token)
         self._stall_s = stall_s
 
@@ -224,8 +225,9 @@ class LocalReadServer:
             raise Refused("this is another user's memory: ask over HTTP")
         if not self._tokens.is_open:
             check_bearer(f"Bearer {look.token}", self._tokens)
-        slot = self._memory.find(SNAPSHOT, look.step, look.generation)
-        if slot is None or slot.memfd is None or slot.content is None or slot.content.digest != look.digest:
+        slots = (x.slots.find(SNAPSHOT, look.step, look.generation) for x in self._ranks.values())
+        slot = next((x for x in slots if x and x.content and x.content.digest == look.digest), None)
+        if slot is None or slot.memfd is None or slot.content is None:
             raise Gone(f"step {look.step} of generation {look.generation} with that digest is not held here")
         with slot.reading(connection.shut):
             # Open the slot's memory again, read-only: a reader must not get a writable descriptor.
@@ -240,18 +242,8 @@ class LocalReadServer:
                         return
 
 
-_MAX_CONNECTIONS = 32
+_MAX_CONNECTIONS = 512
 _ATTACH_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerIdentity:
-    """This server's identity; ``instance`` differs between two processes, even with the same pid."""
-
-    job: str
-    replica: str
-    url: str
-    instance: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +252,7 @@ class AttachRequest:
     incarnation: Int64
     replica: str
     job: str
+    rank: Int64 = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,23 +281,12 @@ class FinishRequest:
 
 
 class TrainerChannel:
-    """Accepts trainers, and serves the requests of the attached one."""
+    """Accepts trainers of all ranks, and serves the requests of those that are attached."""
 
-    def __init__(
-        self,
-        identity: ServerIdentity,
-        memory: SlotTable,
-        trainer: TrainerWatch,
-        lifetime: Lifetime,
-        durable: DurableJobs,
-    ) -> None:
-        self._durable = durable
-        self._identity = identity
-        self._memory = memory
-        self._trainer = trainer
-        self._lifetime = lifetime
-        self._current: UnixConnection | None = None
-        self._operations: dict[str, Callable[[dict[str, Any]], Awaitable[Response]]] = {
+    def __init__(self, ranks: LocalRanks) -> None:
+        self._ranks = ranks
+        self._current: dict[LocalRank, UnixConnection] = {}
+        self._operations: dict[str, Callable[[LocalRank, dict[str, Any]], Awaitable[Response]]] = {
             "allocate": self._allocate,
             "begin": self._begin,
             "publish_snapshot": self._publish_snapshot,
@@ -316,43 +298,36 @@ class TrainerChannel:
             "gone": self._gone,
             "ping": self._ping,
         }
-        trainer.on_death = self._trainer_died
 
     async def accept(self, listener: socket.socket) -> None:
         """Accept connections on ``listener`` until cancelled."""
         await serve_each(listener, self._serve, _MAX_CONNECTIONS, "a trainer")
 
-    def _trainer_died(self) -> None:
-        # A child that the trainer forked may still hold the trainer's end of the channel open.
-        if self._current is not None:
-            self._current.shut()
-
     async def _serve(self, connection: UnixConnection) -> None:
-        try:
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                if await self._greet(connection):
-                    await self._work(connection)
-        finally:
-            if self._current is connection:
-                self._current = None
-                self._trainer.detach()
-                self._lifetime.trainer_left()
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            rank = await self._greet(connection)
+            if rank is None:
+                return
+            try:
+                await connection.send(_welcome(rank))
+                await self._work(rank, connection)
+            finally:
+                if self._current.get(rank) is connection:
+                    del self._current[rank]
+                    rank.trainer.detach()
+                    rank.lifetime.trainer_left()
 
-    async def _greet(self, connection: UnixConnection) -> bool:
-        """Handle the first request, which must be ``attach``; return whether it attached."""
+    async def _greet(self, connection: UnixConnection) -> LocalRank | None:
+        """Handle the first request, which must be ``attach``; return the rank that it attached to."""
         try:
             async with asyncio.timeout(_ATTACH_S):
                 line = await connection.receive()
-            if line is None:
-                return False
-            response = self._attach(decode_line(line), connection)
+            return None if line is None else self._attach(decode_line(line), connection)
         except FabricError as error:
             await connection.send(_refusal(error))
-            return False
-        await connection.send(response)
-        return True
+            return None
 
-    async def _work(self, connection: UnixConnection) -> None:
+    async def _work(self, rank: LocalRank, connection: UnixConnection) -> None:
         connection.limit(MAX_LINE_BYTES)
         while True:
             try:
@@ -361,15 +336,15 @@ class TrainerChannel:
                 # After a malformed line the server cannot know where the next line begins.
                 await connection.send(_refusal(error))
                 return
-            if line is None or self._current is not connection:
+            if line is None or self._current.get(rank) is not connection:
                 return
             try:
-                response = await self._do(decode_line(line))
+                response = await self._do(rank, decode_line(line))
             except FabricError as error:
                 response = _refusal(error)
             await connection.send(response)
 
-    async def _do(self, body: dict[str, Any]) -> Response:
+    async def _do(self, rank: LocalRank, body: dict[str, Any]) -> Response:
         name = body.get("op")
         operation = self._operations.get(name) if isinstance(name, str) else None
         if operation is None:
@@ -377,9 +352,9 @@ class TrainerChannel:
             raise ProtocolError(
                 f"there is no operation {str(name)[:40]!r} on this channel: known are {operations}"
             )
-        return await operation(body)
+        return await operation(rank, body)
 
-    def _attach(self, body: dict[str, Any], connection: UnixConnection) -> Response:
+    def _attach(self, body: dict[str, Any], connection: UnixConnection) -> LocalRank:
         if body.get("op") != "attach":
             raise ProtocolError("the first request on this channel must be attach")
         request = decode_as(AttachRequest, body, "attach")
@@ -388,109 +363,120 @@ class TrainerChannel:
             raise Refused("another user's process asks for this server: run the trainer as the same user")
         if request.pid != pid:
             raise Refused(f"the kernel says that process {pid} asks, not {request.pid}: attach for yourself")
-        identity = self._identity
+        identity = self._ranks.settings
         if (request.job, request.replica) != (identity.job, identity.replica):
             raise Refused(
                 f"this folder's checkpoint server is of replica {identity.replica} in job {identity.job},"
                 f" not of {request.replica[:80]} in {request.job[:80]}: give each replica a folder of its own"
             )
-        if self._current is not None and self._trainer.pid != pid and self._trainer.state != GONE:
+        if request.rank < 0:
+            raise ProtocolError(f"attach.rank is {request.rank}: give 0 or more")
+        rank = self._ranks.take(request.rank)
+        trainer, current = rank.trainer, self._current.get(rank)
+        if current is not None and trainer.pid != pid and trainer.state != GONE:
+            of_rank = f"rank {rank.number} of " if rank.number else ""
             raise Refused(
-                f"replica {identity.replica} already has a trainer, process {self._trainer.pid}"
-                f" ({self._trainer.state}): stop that one, or give this one another replica name"
+                f"{of_rank}replica {identity.replica} already has a trainer, process {trainer.pid}"
+                f" ({trainer.state}): stop that one, or give this one another replica name"
             )
         try:
-            self._trainer.attach(pid, request.incarnation)
+            trainer.attach(pid, request.incarnation)
         except Refused:
-            if self._trainer.state == ABSENT:
-                self._lifetime.finish(0.0)  # this server has served no trainer, and holds no state
+            if trainer.state == ABSENT:
+                rank.lifetime.finish(0.0)  # this rank has had no trainer, and holds no state
             raise
-        if self._current is not None:
-            self._current.shut()
-        self._current = connection
-        self._lifetime.trainer_came()
-        held = self._memory.contents(SNAPSHOT)
-        slots = [slot.index for slot in self._memory.held(SNAPSHOT)]
-        return _success(
-            url=identity.url,
-            pid=os.getpid(),
-            instance=identity.instance,
-            snapshots=[asdict(content.ref) for content in held],
-            slots=slots,
-            parts=[content.parts for content in held],
-        )
+        if current is not None:
+            current.shut()
+        self._current[rank] = connection
+        # A child that the trainer forked may still hold the trainer's end of the channel open.
+        trainer.hang_up = connection.shut
+        rank.lifetime.trainer_came()
+        return rank
 
-    async def _allocate(self, body: dict[str, Any]) -> Response:
+    async def _allocate(self, rank: LocalRank, body: dict[str, Any]) -> Response:
         request = decode_as(AllocateRequest, body, "allocate")
-        slot = self._memory.slot(request.kind, request.slot)
+        slot = rank.slots.slot(request.kind, request.slot)
         if not 0 < request.nbytes <= MAX_FILE_BYTES:
             raise ProtocolError(f"{request.nbytes} bytes cannot be allocated: ask for 1 to {MAX_FILE_BYTES}")
-        memfd = await self._memory.allocate(slot, request.nbytes)
+        memfd = await rank.slots.allocate(slot, request.nbytes)
         return Response({"ok": True, "nbytes": memfd.capacity}, memfd.fd)
 
-    async def _begin(self, body: dict[str, Any]) -> Response:
+    async def _begin(self, rank: LocalRank, body: dict[str, Any]) -> Response:
         request = decode_as(BeginRequest, body, "begin")
-        slot = self._memory.slot(request.kind, request.slot)
+        slot = rank.slots.slot(request.kind, request.slot)
         if request.unless_read and slot.is_read(time.monotonic()):
             return _success(busy=True, readers=len(slot.readers))
         return _success(readers=await slot.withdraw())
 
-    async def _publish_snapshot(self, body: dict[str, Any]) -> Response:
+    async def _publish_snapshot(self, rank: LocalRank, body: dict[str, Any]) -> Response:
         request = decode_as(PublishSnapshotRequest, body, "publish_snapshot")
-        slot = self._memory.slot(SNAPSHOT, request.slot)
+        slot = rank.slots.slot(SNAPSHOT, request.slot)
         view, version = self._published_view(slot)
         content = await asyncio.to_thread(
-            snapshot_content, body.get("manifest"), view, self._identity.job, self._identity.url
+            snapshot_content, body.get("manifest"), view, self._ranks.settings.job, rank.url
         )
         if slot.version != version:
             raise Refused(
                 f"snapshot slot {slot.index} was withdrawn while it was being published: begin anew"
             )
-        self._memory.publish(slot, content)
-        self._trainer.changed.set()  # report the checkpoint at once, because a cold start could begin from it
+        rank.slots.publish(slot, content)
+        rank.trainer.changed.set()  # report the checkpoint at once, because a cold start could begin from it
         return _success()
 
-    async def _publish_gradient(self, body: dict[str, Any]) -> Response:
+    async def _publish_gradient(self, rank: LocalRank, body: dict[str, Any]) -> Response:
         index = body.get("slot")
-        slot = self._memory.slot(GRADIENT, index if type(index) is int else -1)
+        slot = rank.slots.slot(GRADIENT, index if type(index) is int else -1)
         view, _ = self._published_view(slot)
-        self._memory.publish(slot, gradient_content(body, len(view)))
+        rank.slots.publish(slot, gradient_content(body, len(view)))
         following = body.get("then_begin", -1)
         if following == -1:
             return _success()
-        return await self._begin({"kind": GRADIENT, "slot": following})
+        return await self._begin(rank, {"kind": GRADIENT, "slot": following})
 
     def _published_view(self, slot: SharedSlot) -> tuple[memoryview, int]:
         if slot.memfd is None:
             raise Refused(f"{slot.kind} slot {slot.index} has no memory: allocate it first")
         return slot.memfd.view, slot.version
 
-    async def _persist(self, body: dict[str, Any]) -> Response:
-        own = {"job": self._identity.job, "replica": self._identity.replica}
-        self._durable.start(decode_as(DurableJob, {**body, **own}, "persist"))
+    async def _persist(self, rank: LocalRank, body: dict[str, Any]) -> Response:
+        own = {"job": self._ranks.settings.job, "replica": self._ranks.settings.replica}
+        rank.durable.start(decode_as(DurableJob, {**body, **own}, "persist"))
         return _success()
 
-    async def _durable_outcome(self, _: dict[str, Any]) -> Response:
-        return _success(**self._durable.outcome())
+    async def _durable_outcome(self, rank: LocalRank, _: dict[str, Any]) -> Response:
+        return _success(**rank.durable.outcome())
 
-    async def _void(self, body: dict[str, Any]) -> Response:
-        await self._memory.void()
+    async def _void(self, rank: LocalRank, body: dict[str, Any]) -> Response:
+        await rank.slots.void()
         return _success()
 
-    async def _finish(self, body: dict[str, Any]) -> Response:
+    async def _finish(self, rank: LocalRank, body: dict[str, Any]) -> Response:
         request = decode_as(FinishRequest, body, "finish")
         if not 0 <= request.linger_s <= 86400:
             raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
-        self._trainer.leave_word(request.ended)
-        self._lifetime.finish(request.linger_s)
+        rank.trainer.leave_word(request.ended)
+        rank.lifetime.finish(request.linger_s)
         return _success()
 
-    async def _ping(self, _: dict[str, Any]) -> Response:
+    async def _ping(self, _: LocalRank, __: dict[str, Any]) -> Response:
         return _success()
 
-    async def _gone(self, _: dict[str, Any]) -> Response:
-        self._trainer.give_up()
+    async def _gone(self, rank: LocalRank, _: dict[str, Any]) -> Response:
+        rank.trainer.give_up()
         return _success()
+
+
+def _welcome(rank: LocalRank) -> Response:
+    held = rank.slots.contents(SNAPSHOT)
+    return _success(
+        url=rank.url,
+        pid=os.getpid(),
+        instance=rank.instance,
+        rank=rank.number,
+        snapshots=[asdict(content.ref) for content in held],
+        slots=[slot.index for slot in rank.slots.held(SNAPSHOT)],
+        parts=[content.parts for content in held],
+    )
 
 
 def _success(**body: object) -> Response:

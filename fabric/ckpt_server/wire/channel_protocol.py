@@ -27,6 +27,7 @@ SOCKET_NAME = "ckpt.sock"
 # How long a reader on the same host and the server wait for each other's first line.
 LOCAL_ASK_S = 5.0
 LOCK_NAME = "ckpt.lock"
+START_LOCK_NAME = "ckpt-start.lock"
 LOG_NAME = "ckpt-server.log"
 # For the server's /debug paths: the trainer's socket, and the file for its stacks when the trainer is stuck.
 DEBUG_SOCKET_NAME = "trainer.sock"

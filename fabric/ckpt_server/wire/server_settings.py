@@ -75,7 +75,7 @@ def _addresses(text: str) -> tuple[str, ...]:
 OPTIONS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "job": (str, "name of the job"),
     "replica": (str, "name of this replica"),
-    "run_dir": (_path, "folder for the socket, lock and log"),
+    "run_dir": (_path, "folder of the replica, for the socket, lock and log"),
     "bind": (str, "address to listen on"),
     "port": (str, "port, range such as 8000-8010, or 0 for any"),
     "advertise": (str, "host name that others reach this one by; empty for the bound address"),
@@ -85,7 +85,7 @@ OPTIONS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "tls_ca": (_path, "authority that issues the job's certificates"),
     "lighthouse": (_addresses, "base URLs, separated by commas; empty to report to none"),
     "orphan_s": (float, "seconds to live without a trainer"),
-    "rank": (int, "rank of the trainer within its replica"),
+    "rank": (int, "rank of the trainer within its replica; later ones may have other ranks"),
     "log": (str, "how to log: text, or a JSON object per line"),
 }
 

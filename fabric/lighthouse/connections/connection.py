@@ -104,7 +104,6 @@ class MemberConnection:
     def __init__(self, socket: web.WebSocketResponse, transport: asyncio.Transport | None) -> None:
         self.replica = ""
         self.incarnation = -1
-        self.rank = -1  # the rank, on a checkpoint server's connection
         self.accepts_compression = False  # the member understands compressed messages
         self.address = ""  # the address of the member or checkpoint server
         self.is_trusted = False  # whether the client showed the lighthouse's own token

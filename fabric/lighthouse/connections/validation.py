@@ -16,13 +16,15 @@ from fabric.protocol.messages.rank_messages import MOST_TIMED_RANKS
 from fabric.protocol.rules.layout_text import MAX_CHARACTERS, check_layout, known_layout
 from fabric.runtime.config import parse_replicas
 
-MAX_STATUS_BYTES = 64 * 1024
 # A report may list every micro-batch of a step. A session names all ranks. A heartbeat lists the seconds of
 # each micro-batch.
 MAX_MESSAGE_BYTES = 64 * 1024
 # One message holds the loop of all jobs while it is decoded and handled: 2 MiB take some 30 ms.
 MOST_BYTES = 2 << 20
+# The statuses of all ranks of a host.
+MAX_STATUS_BYTES = 256 * 1024
 _MORE_BYTES = {m.OpenSession: 256 * 1024, m.Heartbeat: 256 * 1024, m.Report: MOST_BYTES}
+_MORE_BYTES[m.ServerStatus] = MAX_STATUS_BYTES
 # The reasons in these messages may be long, a user's exception for instance; they are cut at once.
 _MORE_BYTES |= dict.fromkeys((m.Aborted, m.LoopFailed, m.CannotContinue, m.RequestState), 1 << 20)
 MAX_ADDRESS = 300
@@ -47,10 +49,13 @@ MAX_REPLICAS = 1024
 # The most that ``--max-replicas`` accepts: a record of some 35,000 replicas fills a store's longest value.
 MOST_REPLICAS = 30_000
 MAX_DEATHS = 64
+# The most ranks of one checkpoint server.
+MAX_LOCAL_RANKS = 256
 
 _NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 _CKPT = re.compile(
-    r"https?://(\[[0-9A-Fa-f:.%]{2,64}\]|[A-Za-z0-9._-]{1,253}):\d{1,5}/?(#\d{1,6})?", re.ASCII
+    r"https?://(\[[0-9A-Fa-f:.%]{2,64}\]|[A-Za-z0-9._-]{1,253}):\d{1,5}(/|/ranks/\d{1,6})?(#\d{1,6})?",
+    re.ASCII,
 )
 _MEMBER_KINDS = get_args(m.MemberMessage)
 _TRAINER_STATES = ("running", "stopped", "gone", "absent")
@@ -110,11 +115,18 @@ def decode_member(data: str) -> m.MemberMessage:
     return cast(m.MemberMessage, message)
 
 
-def decode_status(data: str) -> m.TrainerStatus:
-    """Decode a trainer status of a checkpoint server. Raises ProtocolError."""
+def decode_statuses(data: str) -> tuple[m.TrainerStatus, ...]:
+    """Decode the trainer statuses of a checkpoint server, one for each of its ranks. Raises ProtocolError."""
     message = wire.decode(data, most_bytes)
-    if not isinstance(message, m.TrainerStatus):
+    if not isinstance(message, m.TrainerStatus | m.ServerStatus):
         raise ProtocolError(f"a checkpoint server sends a TrainerStatus, not a {type(message).__name__}")
+    statuses = (message,) if isinstance(message, m.TrainerStatus) else message.statuses
+    if len(statuses) > MAX_LOCAL_RANKS or len({x.rank for x in statuses}) < len(statuses):
+        raise ProtocolError(f"ServerStatus.statuses must be of at most {MAX_LOCAL_RANKS} different ranks")
+    return tuple(map(_checked_status, statuses))
+
+
+def _checked_status(message: m.TrainerStatus) -> m.TrainerStatus:
     check_name("replica", message.replica)
     _check_ckpt(message.ckpt)
     _check_snapshots(message)
@@ -242,7 +254,9 @@ def most_bytes(kind: type) -> int:
 def _check_ckpt(url: str) -> None:
     """Check a checkpoint server's address: it must have a scheme, a host and a port, and nothing else."""
     if url and not (len(url) <= MAX_ADDRESS and _CKPT.fullmatch(url)):
-        raise ProtocolError(f"ckpt is {url[:80]!r}: it must be http://host:port or https://host:port")
+        raise ProtocolError(
+            f"ckpt is {url[:80]!r}: it must be http://host:port, or http://host:port/ranks/RANK"
+        )
 
 
 def _check_names(what: str, names: tuple[str, ...], most: int, longest: int = MAX_ADDRESS) -> None:

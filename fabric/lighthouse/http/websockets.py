@@ -28,7 +28,7 @@ from fabric.lighthouse.connections.validation import (
     check_name,
     decode_member,
     decode_session,
-    decode_status,
+    decode_statuses,
     parse_policy,
 )
 from fabric.lighthouse.http.tokens import opened_with_own
@@ -153,20 +153,19 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
 
 
 async def trainer_status(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
-    """``GET /v1/jobs/{job}/trainer-status``: one TrainerStatus after the other until either side closes."""
+    """``GET /v1/jobs/{job}/trainer-status``: a checkpoint server's statuses until either side closes."""
     name = request.match_info["job"]
     jobs.find(name)
     socket, connection = await _accept(request, MAX_STATUS_BYTES, silence_s=STATUS_SILENCE_S)
     place = JobLookup(jobs, name)
 
     def on_text(text: str) -> bool:
-        status = decode_status(text)
-        if connection.replica not in ("", status.replica):
-            raise ProtocolError("a checkpoint server speaks for one replica: open another connection")
-        if connection.rank not in (-1, status.rank):
-            raise ProtocolError("a checkpoint server speaks for one rank: open another connection")
-        connection.replica, connection.rank = status.replica, status.rank
-        place.take().trainer_status(connection, status)
+        statuses = decode_statuses(text)
+        for status in statuses:
+            if connection.replica not in ("", status.replica):
+                raise ProtocolError("a checkpoint server speaks for one replica: open another connection")
+            connection.replica = status.replica
+        place.take().trainer_statuses(connection, statuses)
         return True
 
     take = _guarded(place, connection, on_text)

@@ -8,7 +8,7 @@ of this job alone: the shell makes a new core from the record.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -143,12 +143,22 @@ class JobConnections:
 
     def server_closed(self, connection: MemberConnection) -> list[m.TrainerStatus]:
         """Forget this connection; return the newest status of each rank that has no other connection."""
-        silent = []
-        for key, heard in self.servers.pop(connection, {}).items():
-            others = (statuses.get(key) for statuses in self.servers.values())
-            if not any(x is not None and x.status.ckpt == heard.status.ckpt for x in others):
-                silent.append(heard.status)
-        return silent
+        heard = self.servers.pop(connection, {})
+        return [x.status for x in heard.values() if not self._is_heard(x.status)]
+
+    def dropped(
+        self, connection: MemberConnection, statuses: Sequence[m.TrainerStatus]
+    ) -> list[m.TrainerStatus]:
+        """Forget the ranks that are missing in ``statuses``; return as ``server_closed`` does."""
+        heard = self.servers[connection]
+        missing = heard.keys() - {(x.replica, x.rank) for x in statuses}
+        gone = [heard.pop(key).status for key in sorted(missing)]
+        return [x for x in gone if not self._is_heard(x)]
+
+    def _is_heard(self, last: m.TrainerStatus) -> bool:
+        """Whether a connection still has statuses of this rank of this server."""
+        others = (statuses.get((last.replica, last.rank)) for statuses in self.servers.values())
+        return any(x is not None and x.status.ckpt == last.ckpt for x in others)
 
     def notify_servers(self, text: str) -> None:
         frame = text_frame(text)
@@ -529,17 +539,23 @@ class Job:
 
     # --- checkpoint servers ------------------------------------------------------------------------------
 
-    def trainer_status(self, connection: MemberConnection, status: m.TrainerStatus) -> None:
-        """Take one status; the core gets only some of many equal statuses."""
+    def trainer_statuses(self, connection: MemberConnection, statuses: Sequence[m.TrainerStatus]) -> None:
+        """Take the statuses of all ranks of a server; the core gets only some of many equal statuses."""
         if self.connections.is_new_server(connection) and self.core.state.record is not None:
             connection.send(text_frame(notice_of(self.core.state.record)))
-        if self.connections.is_news(connection, status, self.now):
+        news = [x for x in statuses if self.connections.is_news(connection, x, self.now)]
+        dropped = self.connections.dropped(connection, statuses)
+        for status in news:  # a defect in the core may end all connections of the job here
             self.peer_addresses.status(status.replica, status.rank, connection.address)
             self._feed(io.TrainerStatusSeen(status))
+        self._close_statuses(dropped)
 
     def server_closed(self, connection: MemberConnection) -> None:
         """Note the end of a checkpoint server's connection; the server may already have a new one."""
-        for status in self.connections.server_closed(connection):
+        self._close_statuses(self.connections.server_closed(connection))
+
+    def _close_statuses(self, statuses: Iterable[m.TrainerStatus]) -> None:
+        for status in statuses:
             self._feed(io.TrainerStatusClosed(status.replica, status.ckpt, status.rank))
 
     # --- launchers ---------------------------------------------------------------------------------------

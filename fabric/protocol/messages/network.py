@@ -423,6 +423,16 @@ class TrainerStatus:
     ended: JobEnd | None = None  # the job's end, which the trainer reached without a lighthouse
 
 
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """The statuses of all ranks of one checkpoint server; it has dropped the ranks that are missing.
+
+    A server of one rank sends the TrainerStatus alone.
+    """
+
+    statuses: tuple[TrainerStatus, ...]
+
+
 # --- leader to checkpoint server ------------------------------------------------------------------
 
 
@@ -437,4 +447,4 @@ class EpochNotice:
     complete: bool = False  # the job is complete, and its record says so
 
 
-Message = PeerMessage | LeaderMessage | MemberMessage | TrainerStatus | EpochNotice
+Message = PeerMessage | LeaderMessage | MemberMessage | TrainerStatus | ServerStatus | EpochNotice

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from fabric.drill.judge.expectations import parse_expectation
 from fabric.errors import FabricError
 from fabric.ftar.device.device_ring import read_offer
 from fabric.lighthouse.diagnosis.rank_probe import ProbeTarget, of_answers
+from fabric.lighthouse.http.node_meeting import words_of
 from fabric.lighthouse.http.operator_routes import _decoded, _FaultRequest, _InjectorRequest
 from fabric.model import SnapshotRef
 from fabric.plan.failures import phases_of, read_trace
 from fabric.protocol.messages.rank_messages import decode_command, decode_outcome
-from fabric.protocol.messages.wire import decode_line
+from fabric.protocol.messages.wire import decode_line, decode_value
+from fabric.protocol.nodes import NodeOrder
 from fabric.runtime import config
 from fabric.runtime.drill_orders import PointOrder, read_order
 from fabric.runtime.http.http_service import parse_ports
@@ -59,6 +61,16 @@ SHARD = {"$shard": [{"$tensor": "w"}, {"shape": [4, 2], "offset": [0, 0]}]}
 TARGET = ProbeTarget("r0", 0, "http://127.0.0.1:1", frozenset())
 GREETING = asdict(Greeting("j", "s", "r0", 1, "control"))
 LINE = {"replica": "r0", "event": "commit", "step": 1, "epoch": 1, "t": 1.0, "digest": "d", "global_batch": 4}
+GOOD_SETTINGS = {
+    "FABRIC_REPLICAS": "1:3",
+    "FABRIC_DURABLE_EVERY": "10m",
+    "FABRIC_SNAPSHOT_EVERY": "10m",
+    "FABRIC_PORTS": "1-2",
+    "FABRIC_DURABLE": "s3://bucket/x",
+    "FABRIC_LIGHTHOUSE": "http://127.0.0.1:8600",
+    "FABRIC_LAYOUT": "tp=2,layers=5+7",
+    "FABRIC_RANKS": "1:4",
+}
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,27 @@ PARSERS = (
             "error": "none",
         },
     ),
+    Parser(
+        "words of a launcher",
+        of_value(lambda body: words_of(body) if isinstance(body, dict) else None),
+        {
+            "says": {
+                "id": "i",
+                "host": "h",
+                "number": 1,
+                "nodes": 2,
+                "shape": "s",
+                "address": "h:1",
+                "end": {"codes": {"0": 1}, "first": [0], "lost": ["its host"]},
+            },
+            "knows": ["wait", "", ""],
+        },
+    ),
+    Parser(
+        "order to a launcher",
+        lambda data, _: decode_value(NodeOrder, data, "order"),
+        {"do": "start", "why": "all are there", "attempt": 1, "ended": None},
+    ),
     Parser("line of a trainer", lambda data, _: decode_line(data), {"kind": "attach", "job": "j"}),
     Parser("frame of device memory", lambda data, _: read_offer(data), {"device": 0, "size": 1}),
     Parser("command of a rank", lambda data, _: decode_command(data), {"kind": "Commit", "value": {}}),
@@ -214,16 +247,8 @@ PARSERS = (
     Parser("layout", of_text(parse_layout), "dp=2,tp=2"),
     Parser("order of a layout", of_text(parse_order), {"layout": "dp=2"}),
     *(
-        Parser(name, setting(name), good)
-        for name, good in {
-            "FABRIC_REPLICAS": "1:3",
-            "FABRIC_EXCHANGE_S": "60",
-            "FABRIC_DURABLE_EVERY": "10m",
-            "FABRIC_PORTS": "1-2",
-            "FABRIC_DURABLE": "s3://bucket/x",
-            "FABRIC_DURABLE_KEEP": "3",
-            "FABRIC_LIGHTHOUSE": "http://127.0.0.1:8600",
-        }.items()
+        Parser(name, setting(name), GOOD_SETTINGS.get(name, "1"))
+        for name in sorted(f"FABRIC_{field.name.upper()}" for field in fields(config.Settings))
     ),
 )
 

@@ -94,6 +94,7 @@ _ELSEWHERE = "http://192.0.2.1"
 _PASSWORD = re.compile(r"://[^/?#]*:[^/]*@")
 _EVERY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|h)|0*([1-9]\d{0,8})", re.ASCII)
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST = 2000  # characters of a setting
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("", "0", "false", "no", "off"), False
 )
@@ -255,6 +256,8 @@ def settings(environment: Mapping[str, str] = os.environ, **arguments: Any) -> S
     values = {k: v for k, v in arguments.items() if v is not None}
     for name in names:
         text = environment.get(_variable(name), "")
+        if len(text) > _LONGEST:  # a sentence about it repeats it
+            raise ConfigError(f"{_variable(name)} has {len(text)} characters: give at most {_LONGEST}")
         if name not in values and text:
             values[name] = _parse(name, text)
     return _checked(_anchored(Settings(**values)))

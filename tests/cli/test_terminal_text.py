@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from rich.table import Table
@@ -18,10 +19,8 @@ from rich.table import Table
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.cli import operate
 from fabric.cli.demo.command import demo
-from fabric.cli.diagnose import diagnose
 from fabric.cli.doctor import doctor
-from fabric.cli.drill import drill
-from fabric.cli.plan import plan
+from fabric.cli.main import cli
 from fabric.cli.states import diff, inspect_state
 from fabric.cli.status import events, status
 from fabric.cli.terminal_text import all_printable, plain_console
@@ -157,28 +156,50 @@ SHAPES: list[object] = [
 ]
 
 
+JOB = ("--job", "gpt")
+# The commands that ask a lighthouse, with the arguments of a call.
+ASKING = [
+    ("status", ()),
+    ("status", JOB),
+    ("events", JOB),
+    ("diagnose", JOB),
+    ("pull", ("r0", *JOB, "-o", "state")),
+    ("inspect", ("r0", *JOB)),
+    ("diff", ("r0", "r1", *JOB)),
+    ("drill", (*JOB, "--list")),
+    ("plan", ("--from-job", "gpt", "--gpus", "8", "--replica-gpus", "1")),
+    *((name, (*JOB, "--why", "x")) for name in ("end", "pause", "resume", "retry")),
+    *((name, ("r1", *JOB, "--why", "x")) for name in ("admit", "drain", "evict")),
+    ("adapt", (*JOB, "--why", "x", "--mode", "off")),
+    ("scale", (*JOB, "--why", "x", "--min", "2")),
+]
+NOT_ASKED = {
+    "launch": "a launcher reports, and reads no answer",
+    "top": "it prints what status prints, without an end",
+}
+
+
+def test_the_table_has_every_command_that_asks_a_lighthouse():
+    with click.Context(cli) as context:
+        every = {name: cli.get_command(context, name) for name in cli.list_commands(context)}
+    asking = {
+        name for name, command in every.items() if any("--lighthouse" in x.opts for x in command.params)
+    }
+    assert asking | {"plan"} == {name for name, _ in ASKING} | set(NOT_ASKED)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [
-        (status, []),
-        (status, ["--job", "gpt"]),
-        (events, ["--job", "gpt"]),
-        (operate.drain, ["r1", "--job", "gpt", "--why", "x"]),
-        (operate.scale, ["--job", "gpt", "--why", "x", "--min", "2"]),
-        (diagnose, ["--job", "gpt"]),
-        (drill, ["--job", "gpt", "--list"]),
-        (plan, ["--from-job", "gpt", "--gpus", "8", "--replica-gpus", "1"]),
-    ],
-    ids=["jobs", "job", "events", "drain", "scale", "diagnose", "drill", "plan"],
-)
-def test_json_of_another_shape_is_one_sentence(answers, command, arguments, shape):
+@pytest.mark.parametrize(("name", "arguments"), ASKING, ids=lambda x: " ".join(x) if type(x) is tuple else x)
+def test_json_of_another_shape_is_one_sentence(answers, name, arguments, shape, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     answers.said = shape
+    command = cli.get_command(click.Context(cli), name)
     done = CliRunner().invoke(command, [*arguments, "--lighthouse", answers.url])
     if isinstance(done.exception, SystemExit):
         assert done.output.startswith("error: ") and done.output.count("\n") == 1
     elif done.exit_code:
         assert isinstance(done.exception, FabricError), done.exception
+    assert not steers(done.output)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, {"is_leader": False, "leader": EVIL, "ok": 1}], ids=repr)

@@ -576,6 +576,14 @@ def test_each_alert_names_whom_it_is_about_and_its_sentence_is_tested():
             )
 
 
+def test_each_alert_still_fires_after_hours_of_its_fault():
+    """An alert about missing replicas ended by itself after an hour, and the replica was still away."""
+    (day,) = [path for path in RULE_TESTS if "day" in path.name]
+    cases = [case for test in yaml.safe_load(day.read_text())["tests"] for case in test["alert_rule_test"]]
+    assert all(re.fullmatch("8h|23h", case["eval_time"]) for case in cases)
+    assert {case["alertname"] for case in cases if case["exp_alerts"]} == set(ALERTS)
+
+
 def test_an_alert_gives_a_count_over_time_as_a_whole_number():
     """``increase`` goes on to the ends of its window, so three evictions were 3.027 evictions."""
     (group,) = yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text())["groups"]

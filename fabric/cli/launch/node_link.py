@@ -14,13 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from fabric.errors import FabricError
+from fabric.model import printable
+from fabric.protocol.messages.wire import decode_value
 from fabric.protocol.nodes import NodeOrder, NodeSays
 from fabric.runtime.config import settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
@@ -131,21 +133,20 @@ async def _carry() -> None:
             following = asyncio.ensure_future(reader.readline())
             continue
         order = await asking
-        key = [order["do"], order["run"], order["why"]]
+        key = [order.do, order.run, order.why]
         if key != knows:
-            sys.stdout.write(json.dumps(order) + "\n")
+            sys.stdout.write(json.dumps(asdict(replace(order, why=printable(order.why)))) + "\n")
             sys.stdout.flush()
         knows = key
 
 
-async def _ask(lighthouses: Lighthouses, body: dict[str, Any]) -> dict[str, Any]:
+async def _ask(lighthouses: Lighthouses, body: dict[str, Any]) -> NodeOrder:
     """Return the next order; while no lighthouse answers, ask again."""
     reported = ""
     while True:
         try:
             async with lighthouses.open(lighthouses.path("nodes"), body, total_s=_ANSWER_S) as answer:
-                order: dict[str, Any] = json.loads(await answer.read())
-                return order
+                return decode_value(NodeOrder, await answer.read(), "the order")
         except (FabricError, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             if isinstance(error, FabricError) and str(error) != reported:
                 reported = str(error)

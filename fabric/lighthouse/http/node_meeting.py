@@ -11,14 +11,15 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from fabric.errors import ProtocolError, Refused
 from fabric.lighthouse.connections.validation import check_name
 from fabric.lighthouse.http.operator_routes import body_of
 from fabric.lighthouse.jobs.jobs import Jobs
+from fabric.protocol.messages.wire import decode_as
 from fabric.protocol.nodes import SPARE, NodeOrder, NodeSays, ReplicaNodes
 
 HELD_S = 10.0
@@ -57,6 +58,17 @@ class Meeting:
             self.look()
 
 
+def words_of(body: dict[str, Any]) -> tuple[NodeSays, tuple[str, str, str] | None]:
+    """Return what a launcher says, and the order that it knows. Raises ProtocolError."""
+    says = decode_as(NodeSays, body.get("says"), "says")
+    knows = decode_as(tuple[str, str, str] | None, body.get("knows"), "knows")  # type: ignore[arg-type]
+    lost = says.end.lost if says.end is not None else ()
+    words = (says.host, says.shape, says.address, says.gone, says.rack, says.device, *lost)
+    if not "".join(words).isprintable():
+        raise ProtocolError('"says" has characters that cannot be printed')
+    return says, knows
+
+
 class NodeMeetings:
     """The meetings of one lighthouse. ``term`` names the term in which it leads, None while it does not."""
 
@@ -69,14 +81,7 @@ class NodeMeetings:
         """Take what one launcher says, and answer with its next order."""
         body = await body_of(request, _EXAMPLE)
         job, replica = check_name("job", request.match_info["job"]), str(body.get("replica", ""))
-        try:
-            says = msgspec.convert(body.get("says"), NodeSays, str_keys=True)
-            knows = msgspec.convert(body.get("knows"), tuple[str, str, str] | None)
-        except msgspec.ValidationError as error:
-            raise ProtocolError(f'"says" or "knows" cannot be used ({error}): send {_EXAMPLE}') from error
-        words = (says.host, says.shape, says.address, says.gone, says.rack, says.device)
-        if not "".join(words).isprintable():
-            raise ProtocolError('"says" has characters that cannot be printed')
+        says, knows = words_of(body)
         if replica or says.number != SPARE:
             meetings = {replica: self._find(job, check_name("replica", replica))}
         else:  # a spare host for whichever replica needs one

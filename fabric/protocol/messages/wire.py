@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 
 from fabric.errors import ProtocolError
-from fabric.model import PROTOCOL_VERSION, Record
+from fabric.model import PROTOCOL_VERSION, Record, printable, shortened
 from fabric.protocol.messages import network
 
 # The most bytes of JSON in a decoded message, so that no peer can flood memory. The lighthouse takes fewer.
@@ -161,7 +161,7 @@ def decode_as(cls: type[T], value: object, path: str = "value") -> T:
     """``value`` (parsed JSON) as dataclass ``cls``, by the same strict rules."""
     try:
         return decode_value(cls, msgspec.json.encode(value), path)
-    except UnicodeEncodeError as error:
+    except (UnicodeEncodeError, RecursionError) as error:
         raise ProtocolError(f"{path} has text that cannot be sent: {error}") from error
 
 
@@ -199,7 +199,8 @@ def _plain(data: bytes | str) -> bytes | str:
 
 def _sentence(path: str, offence: str) -> str:
     """Put a sentence of msgspec into the words of our errors: "Expected `int`, got `str` - at `$.step`"."""
-    expected, _, where = offence.partition(" - at ")
+    expected, _, where = offence.rpartition(" - at ") if " - at " in offence else (offence, "", "")
+    expected = shortened(printable(expected), 200)  # it may repeat a value
     place = path + where[where.find("$") + 1 :].rstrip("`") if where else path
     if expected.startswith("Object missing"):
         return f"{place}.{expected.split('`')[1]} is missing"

@@ -145,7 +145,10 @@ def lighthouse_figures(size: Size, result: dict[str, Any]) -> None:
         time.sleep(STEADY_S)
         result["lighthouse_rss_mb"] = round((lighthouse.rss_kb() - empty_kb) / 1024, 1)
         window(size, crowd, lighthouse, result)
-        launched(size, crowd, lighthouse, result)
+        try:
+            launched(size, crowd, lighthouse, result)
+        except TimeoutError as error:
+            say(f"MISSED  the launchers: {error}; {crowd.ask('state')['started']} have started")
 
 
 def window(size: Size, crowd: CrowdProcess, lighthouse: BenchmarkLighthouse, result: dict[str, Any]) -> None:
@@ -163,7 +166,7 @@ def window(size: Size, crowd: CrowdProcess, lighthouse: BenchmarkLighthouse, res
         epoch = crowd.ask("state")["lowest"]
         at = crowd.ask(f"kill {number}")["at"]
         left = size.replicas - 1 - number
-        wait_for(lambda left=left, epoch=epoch: crowd.run(left, epoch), "the others to go on", TOLD_WITHIN_S)
+        wait_for(lambda left=left, epoch=epoch: crowd.run(left, epoch), "the others to go on", TOLD_WITHIN_S, LOOK_S)
         time.sleep(LOOK_S)
         seen = crowd.ask("mark")
         statuses += seen["statuses"]
@@ -203,7 +206,7 @@ def launched(size: Size, crowd: CrowdProcess, lighthouse: BenchmarkLighthouse, r
         return
     began = time.monotonic()
     crowd.ask(f"launch {count}")
-    wait_for(lambda: crowd.ask("state")["started"] == count * size.hosts, "the attempts to start", START_S)
+    wait_for(lambda: crowd.ask("state")["started"] == count * size.hosts, "the attempts to start", 60.0, LOOK_S)
     result["attempts_started_s"] = round(time.monotonic() - began, 2)
     time.sleep(STEADY_S)
     cpu_s, began = lighthouse.cpu_s(), time.monotonic()

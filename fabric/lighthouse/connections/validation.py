@@ -22,7 +22,7 @@ MAX_STATUS_BYTES = 64 * 1024
 MAX_MESSAGE_BYTES = 64 * 1024
 # One message holds the loop of all jobs while it is decoded and handled: 2 MiB take some 30 ms.
 MOST_BYTES = 2 << 20
-_MORE_BYTES = {m.OpenSession: 256 * 1024, m.Heartbeat: 256 * 1024, m.Report: MOST_BYTES}
+_MORE_BYTES = {m.OpenSession: MOST_BYTES, m.Heartbeat: 256 * 1024, m.Report: MOST_BYTES}
 # The reasons in these messages may be long, a user's exception for instance; they are cut at once.
 _MORE_BYTES |= dict.fromkeys((m.Aborted, m.LoopFailed, m.CannotContinue, m.RequestState), 1 << 20)
 MAX_ADDRESS = 300

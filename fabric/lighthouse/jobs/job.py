@@ -519,7 +519,7 @@ class Job:
 
     @property
     def _is_many(self) -> bool:
-        return len(self.connections.sessions) >= MANY
+        return max(len(self.connections.sessions), len(self.connections.servers)) >= MANY
 
     def session_closed(self, connection: MemberConnection) -> None:
         """Note the end of a session's socket."""
@@ -532,7 +532,7 @@ class Job:
     def trainer_status(self, connection: MemberConnection, status: m.TrainerStatus) -> None:
         """Take one status; the core gets only some of many equal statuses."""
         if self.connections.is_new_server(connection) and self.core.state.record is not None:
-            connection.send(text_frame(notice_of(self.core.state.record)))
+            connection.send(text_frame(notice_of(self.core.state.record, len(self.connections.servers))))
         if self.connections.is_news(connection, status, self.now):
             self.peer_addresses.status(status.replica, status.rank, connection.address)
             self._feed(io.TrainerStatusSeen(status))
@@ -595,7 +595,7 @@ class Job:
             self._record = self.core.state.record
             if self._record is not None:
                 # Checkpoint servers log which epoch is in force and why, as the replicas do.
-                self.connections.notify_servers(notice_of(self._record))
+                self.connections.notify_servers(notice_of(self._record, len(self.connections.servers)))
         if is_new or not self._is_many or self.history.is_observation_due(now):
             self._observe()
         if self.history.is_sample_due(len(self.connections.sessions), now):

@@ -1,19 +1,20 @@
 """The control plane of 98,304 GPUs: 12 replicas of 1,024 hosts with 8 GPUs, played with mock hosts and ranks.
 
-- *lighthouse*: a real lighthouse process with a SQLite store, on a core of its own, and real connections over
-  loopback from one process beside it (``scale_crowd.py``). Mock: the hosts. Each host has ``--servers``
+- *lighthouse*: a real lighthouse process with a SQLite store, on a core of its own, and real connections
+  over loopback from one process beside it (``scale_crowd.py``). Mock: the hosts. Each host has ``--servers``
   connections with trainer statuses; 8 is one for each rank. Each replica has the session of its rank 0, which
   names 8,192 addresses. Three replicas die in the window, each after one of its hosts; none comes back. Then
   launchers connect too, of as many replicas as the limit of open files lets them.
 - *head*: rank 0 of one replica, with a real socket for every other rank (``scale_head.py`` says which parts
   are real). Once as it is, where 8,191 ranks speak to rank 0; once with 1,023 that stand for one voice per
-  host, which fabric does not have yet. A step's control time is rank 0's processor time in a step: the mock
-  ranks share one core here, so the clock's time, which is said too, has their work in it.
+  host, which fabric does not have yet. A step's control time is rank 0's processor time in a step. The mock
+  ranks share one core here, so the time by the clock, which is said too, has their work in it.
 - *start*: what every rank receives and decodes when all describe themselves to all (``RankGroup.gather``),
   made and decoded here; its collective over the network is not measured.
 - *day*: ``scale_day.py``, virtual time with the real cores, beside the figures that FT-HSDP published.
 
-``--quick`` is for a look: fewer hosts, ranks and hours, with the same aims. ``--only`` runs one part. A figure
+``--quick`` is for a look: fewer hosts, ranks and hours, with the same aims. ``--only`` runs one part. A
+figure
 that could not be measured is null, and missed.
 """
 
@@ -27,7 +28,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,54 +153,81 @@ def lighthouse_figures(size: Size, result: dict[str, Any]) -> None:
             say(f"MISSED  the launchers: {error}; {crowd.ask('state')['started']} have started")
 
 
+@dataclass(slots=True)
+class Told:
+    """What the crowd has seen since the window began: counts, and when each was told of which epoch."""
+
+    crowd: CrowdProcess
+    statuses: int = 0
+    cpu_s: float = 0.0
+    period_s: float = 0.0
+    members: dict[int, list[float]] = field(default_factory=dict)
+    hosts: dict[int, list[float]] = field(default_factory=dict)
+
+    def look(self) -> None:
+        seen = self.crowd.ask("mark")
+        self.statuses += seen["statuses"]
+        self.cpu_s, self.period_s = seen["cpu_s"], seen["period_s"]
+        for kept, new in ((self.members, seen["told"]), (self.hosts, seen["notices"])):
+            for epoch, times in new.items():
+                kept.setdefault(int(epoch), []).extend(times)
+
+    def are(self, epoch: int, members: int, hosts: int) -> bool:
+        """Whether so many have been told of this epoch."""
+        self.look()
+        return len(self.members.get(epoch, ())) >= members and len(self.hosts.get(epoch, ())) >= hosts
+
+    def since(self, epoch: int, at: float, count: int) -> list[float]:
+        """Return how long after ``at`` each of ``count`` was told; one that was not counts as the limit."""
+        found = [x - at for x in self.members.get(epoch, []) + self.hosts.get(epoch, [])]
+        return found + [TOLD_WITHIN_S] * (count - len(found))
+
+
 def window(size: Size, crowd: CrowdProcess, lighthouse: BenchmarkLighthouse, result: dict[str, Any]) -> None:
     """Measure the window with its deaths."""
-    before = crowd.ask("mark")
+    told = Told(crowd)
+    told.look()
+    told.statuses, crowd_cpu_s = 0, told.cpu_s
     cpu_s, began = lighthouse.cpu_s(), time.monotonic()
-    told: list[float] = []
-    told_members: list[float] = []
-    statuses, undisturbed = 0, 0.0
+    delays: list[float] = []
+    undisturbed = 0.0
     for number in range(size.deaths):
         time.sleep(max(0.0, began + size.window_s * (number + 1) / (size.deaths + 1) - time.monotonic()))
         if not number:
             undisturbed = (lighthouse.cpu_s() - cpu_s) / (time.monotonic() - began)
-        statuses += crowd.ask("mark")["statuses"]
-        epoch = crowd.ask("state")["lowest"]
-        at = crowd.ask(f"kill {number}")["at"]
-        left = size.replicas - 1 - number
-        wait_for(lambda left=left, epoch=epoch: crowd.run(left, epoch), "the others to go on", TOLD_WITHIN_S, LOOK_S)
-        time.sleep(LOOK_S)
-        seen = crowd.ask("mark")
-        statuses += seen["statuses"]
-        members = [x - at for times in seen["told"].values() for x in times]
-        # A later epoch repeats no news: a host counts when it first hears of a newer epoch.
-        hosts = [x - at for x in seen["notices"].get(str(epoch + 1), [])]
-        told_members += members
-        told += members + hosts
-        say(f"  death {number + 1}: {len(members)} members were told within {max(members):.2f} s, "
-            f"{len(hosts)} hosts within {max(hosts):.2f} s")  # fmt: skip
+        told.look()
+        epoch = int(crowd.ask("state")["lowest"]) + 1
+        at = float(crowd.ask(f"kill {number}")["at"])
+        members, hosts = size.replicas - 1 - number, size.connections - size.servers * (number + 1)
+        try:
+            wait_for(partial(told.are, epoch, members, hosts), "all to be told", TOLD_WITHIN_S, LOOK_S)
+        except TimeoutError as error:
+            say(f"MISSED  death {number + 1}: {error}")
+        when = told.since(epoch, at, members + hosts)
+        delays += when
+        say(f"  death {number + 1}: {members} members and {hosts} hosts were told within {max(when):.2f} s")
     time.sleep(max(0.0, began + size.window_s - time.monotonic()))
-    seen, state = crowd.ask("mark"), crowd.ask("state")
-    seconds = time.monotonic() - began
+    told.look()
+    state, seconds = crowd.ask("state"), time.monotonic() - began
     for sentence in (*state["lost"], *state["refused"]):
         say(f"lost: {sentence}")
     roster = len(lighthouse.job(JOB)["roster"])
-    killed = size.deaths * size.servers
     result |= {
         "lighthouse_core_share": round((lighthouse.cpu_s() - cpu_s) / seconds, 4),
         "lighthouse_core_share_undisturbed": round(undisturbed, 4),
-        "epoch_told_p99_s": round(quantile(told, 0.99), 4),
-        "epoch_told_max_s": round(max(told), 4),
-        "epoch_told_members_max_s": round(max(told_members), 4),
+        "epoch_told_p99_s": round(quantile(delays, 0.99), 4),
+        "epoch_told_max_s": round(max(delays), 4),
         "false_deaths": size.replicas - size.deaths - roster,
-        "host_connections_lost": size.connections - killed - state["servers"],
-        "statuses_per_s": round((statuses + seen["statuses"]) / seconds, 1),
-        "status_period_s": seen["period_s"],
-        "crowd_core_share": round((seen["cpu_s"] - before["cpu_s"]) / seconds, 4),
+        "host_connections_lost": size.connections - size.deaths * size.servers - state["servers"],
+        "statuses_per_s": round(told.statuses / seconds, 1),
+        "status_period_s": told.period_s,
+        "crowd_core_share": round((told.cpu_s - crowd_cpu_s) / seconds, 4),
     }
 
 
-def launched(size: Size, crowd: CrowdProcess, lighthouse: BenchmarkLighthouse, result: dict[str, Any]) -> None:
+def launched(
+    size: Size, crowd: CrowdProcess, lighthouse: BenchmarkLighthouse, result: dict[str, Any]
+) -> None:
     """Measure what the launchers of some replicas add: the start of their attempts, then the waiting."""
     count = size.launched_replicas
     result["launchers"] = count * size.hosts
@@ -206,7 +235,9 @@ def launched(size: Size, crowd: CrowdProcess, lighthouse: BenchmarkLighthouse, r
         return
     began = time.monotonic()
     crowd.ask(f"launch {count}")
-    wait_for(lambda: crowd.ask("state")["started"] == count * size.hosts, "the attempts to start", 60.0, LOOK_S)
+    wait_for(
+        lambda: crowd.ask("state")["started"] == count * size.hosts, "the attempts to start", 60.0, LOOK_S
+    )
     result["attempts_started_s"] = round(time.monotonic() - began, 2)
     time.sleep(STEADY_S)
     cpu_s, began = lighthouse.cpu_s(), time.monotonic()
@@ -229,7 +260,7 @@ def head_run(replicas: int, ranks: int, steps: int) -> dict[str, float]:
         text=True,
         cwd=HERE.parent,
         check=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, [core]),  # noqa: PLW1509  (this process has one thread)
+        preexec_fn=lambda: os.sched_setaffinity(0, [core]),
     )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -321,11 +352,12 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=0)
     arguments = parser.parse_args()
     whole = QUICK if arguments.quick else Size()
-    size = Size(*(getattr(whole, x) for x in ("replicas",)), arguments.hosts or whole.hosts, whole.ranks,
-                arguments.servers, whole.window_s, whole.deaths, whole.launchers_s, whole.steps, whole.day_s)
+    size = replace(whole, hosts=arguments.hosts or whole.hosts, servers=arguments.servers)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < size.connections + _SPARE_FILES:
-        raise SystemExit(f"scale.py: {size.connections} connections need as many open files, and {hard} are allowed")
+        raise SystemExit(
+            f"scale.py: {size.connections} connections need as many open files, and {hard} are allowed"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     begin()
     result: dict[str, Any] = dict.fromkeys(KEYS)

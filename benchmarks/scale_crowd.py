@@ -1,4 +1,4 @@
-"""The mock hosts of a job of 98,304 GPUs, in one process: real connections with a real lighthouse over loopback.
+"""The mock hosts of a job of 98,304 GPUs in one process: real connections with a real lighthouse.
 
 Each replica has one session, that of its rank 0, which names the addresses of all its ranks
 (``lighthouse_crowd.py`` has the rest of it). Each host has ``servers`` connections with trainer statuses, one
@@ -44,7 +44,7 @@ def address_of(replica: int, host: int) -> str:
 
 
 def addresses(replica: int, hosts: int, ranks: int, servers: int) -> tuple[RankAddress, ...]:
-    """Return the addresses of all ranks of one replica: each its own port, and its host's checkpoint server."""
+    """Return the addresses of all ranks of one replica: each its own port, and its host's server."""
     found = []
     for rank in range(hosts * ranks):
         host, local = divmod(rank, ranks)
@@ -121,7 +121,7 @@ class HostCrowd(SessionCrowd):
                 server.tell()
 
     def end_replica(self, number: int) -> float:
-        """End all processes of this replica, as its launchers do after a death; cut one host's connections."""
+        """End all processes of this replica, as its launchers do after a death; cut off one host."""
         self.gone.add(number)
         session = self.sessions[self.names[number]]
         assert session.transport is not None

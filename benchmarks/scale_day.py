@@ -1,9 +1,10 @@
 """A day of training in virtual time: twelve replicas that fail at the published rate.
 
 Real: the leader core, the member cores and the codec, in the simulator of the tests with all of its checks.
-Mock: everything else. Beats and statuses come every ``BEAT_S``, and silence counts from ``SILENCE_S`` on, so that
-a day takes minutes; deaths are told by statuses, not by silence. A death takes a whole replica, whose processes come back ``RESTART_S`` later and catch
-up by replay; FT-HSDP's published figures have the same time. The others compute the dead replica's part.
+Mock: everything else. Beats and statuses come every ``BEAT_S``, and silence counts from ``SILENCE_S`` on, so
+that a day takes minutes. Statuses tell of deaths, not silence. A death takes a whole replica, whose processes
+come back ``RESTART_S`` later and catch up by replay; FT-HSDP's published figures have the same time. The
+others compute the dead replica's part.
 """
 
 import random
@@ -45,9 +46,7 @@ class DayWorld(World):
             micro_batches=MICRO_BATCHES * self.replicas,
             compute_s=STEP_S / MICRO_BATCHES * _OF_A_STEP,
             min_replicas=1,
-            leader=LeaderConfig(
-                policy=policy, failures=0, liveness=LivenessConfig(silence_s=SILENCE_S)
-            ),
+            leader=LeaderConfig(policy=policy, failures=0, liveness=LivenessConfig(silence_s=SILENCE_S)),
             member=MemberConfig(beat_s=BEAT_S),
         )
 

@@ -16,7 +16,7 @@ import time
 import uvloop
 
 from fabric.protocol.messages import member_events as io
-from fabric.protocol.messages.rank_messages import RankOutcome, decode_command, encode_outcome
+from fabric.protocol.messages.rank_messages import RankEvent, RankOutcome, decode_command, encode_outcome
 from fabric.transport.greeting import Greeting
 from fabric.transport.tcp import dial
 
@@ -46,14 +46,14 @@ class MockRanks:
         if command.startswith(b'{"kind":"Stop"'):
             self.stopped, self.stopped_at = self.stopped + 1, time.monotonic()
             self.changed.set()
-        elif not self.firsts or self.firsts < self.ranks - 1:
-            if command.startswith(b'{"kind":"Compute"'):
-                self.firsts, self.first_at = self.firsts + 1, time.monotonic()
+        elif self.firsts < self.ranks - 1 and command.startswith(b'{"kind":"Compute"'):
+            self.firsts, self.first_at = self.firsts + 1, time.monotonic()
         return found
 
     def _answer(self, data: bytes) -> bytes:
         command = decode_command(data)
-        effect, event = command.effect, None
+        effect = command.effect
+        event: RankEvent | None = None
         if isinstance(effect, io.LinkUp):
             event = io.Linked(effect.record.epoch)
         elif isinstance(effect, io.Compute):

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,7 @@ def record_of(replicas: int, ranks: int) -> Record:
     for i in range(replicas):
         first, *others = addresses(i, ranks)
         entry = Member(f"r{i:02d}", 1_763_717_000_000 + i, first.link, first.ckpt, layout=DIGEST)
-        roster.append(Member(*(getattr(entry, x) for x in ("replica", "incarnation", "link", "ckpt")),
-                             layout=DIGEST, data_slot=i, ranks=tuple(others)))
+        roster.append(replace(entry, data_slot=i, ranks=tuple(others)))
     return Record(STORE, 1, 1, 1, 1, "nonce", tuple(roster), Base(1, 0, DIGEST))
 
 
@@ -73,17 +73,21 @@ class MockHead:
         self.marks: list[tuple[float, float, int]] = []  # at each step: time, processor time, commands sent
         self.sent = 0
         self.done = asyncio.Event()
-        self.lost_at = self.told_at = 0.0
+        self.stopped = asyncio.Event()
         self.error: BaseException | None = None
 
     def begin(self) -> None:
         me, ranks = self.record.roster[0], len(self.record.roster[0].addresses)
         identity = MemberIdentity(
-            me.replica, me.incarnation, me.link, me.ckpt, len(self.record.roster), layout=DIGEST, ranks=me.ranks
+            me.replica,
+            me.incarnation,
+            me.link,
+            me.ckpt,
+            len(self.record.roster),
+            layout=DIGEST,
+            ranks=me.ranks,
         )
-        member = MemberCore(
-            identity, MemberConfig(), seconds_since_boot(), MemberState(0, 0, DIGEST)
-        )
+        member = MemberCore(identity, MemberConfig(), seconds_since_boot(), MemberState(0, 0, DIGEST))
         self.ranks = Ranks(member, tuple(range(ranks)))
         self.driver = Driver(self.ranks, self.perform, tick=io.Tick(), on_crash=self.crash)
         self.links.hear(self.heard, self.lost)
@@ -103,7 +107,6 @@ class MockHead:
         self.feed(FromRank(rank, outcome))
 
     def lost(self, rank: int, why: str) -> None:
-        self.lost_at = self.lost_at or time.monotonic()
         self.feed(RankLost(rank, why))
 
     def crash(self, error: BaseException) -> None:
@@ -145,7 +148,7 @@ class MockHead:
         elif isinstance(effect, io.TellDigest):
             self.answer(io.Digested(effect.step, DIGEST))
         elif isinstance(effect, io.Stop):
-            self.told_at = time.monotonic()
+            self.stopped.set()
 
     def peer_answers(self, effect: io.SendPeer) -> None:
         """Let this member say what rank 0 has said to it, about its own part."""
@@ -156,30 +159,42 @@ class MockHead:
         self.feed(io.FromPeer(effect.replica, effect.incarnation, said))
 
 
-async def main(replicas: int, ranks: int, steps: int, follower_cores: list[int]) -> dict[str, float]:
+class Followers:
+    """The process with the mock ranks, asked by lines."""
+
+    def __init__(self, on: list[int]) -> None:
+        command = [sys.executable, str(HERE / "scale_followers.py")]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=HERE.parent)
+        os.sched_setaffinity(self.process.pid, on)
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    async def ask(self, line: str) -> dict[str, Any]:
+        """Send one line; return the answer."""
+        assert self.process.stdout is not None
+        self.say(line)
+        answer = await asyncio.get_running_loop().run_in_executor(None, self.process.stdout.readline)
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+async def main(followers: Followers, replicas: int, ranks: int, steps: int) -> dict[str, float]:
     head = MockHead(replicas, ranks, steps)
     incarnation = head.record.roster[0].incarnation
     listener = Listener(ListenerIdentity("scale", "r00"), TOKEN, head.links.accept)
     await listener.start("127.0.0.1")
     about = {"port": listener.address[1], "ranks": ranks, "incarnation": incarnation, "token": TOKEN.decode()}
-    followers = subprocess.Popen(
-        [sys.executable, str(HERE / "scale_followers.py")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent,
-    )  # fmt: skip
-    os.sched_setaffinity(followers.pid, follower_cores)
-
-    def ask(line: str) -> dict[str, Any]:
-        assert followers.stdin is not None and followers.stdout is not None
-        followers.stdin.write(line + "\n")
-        followers.stdin.flush()
-        found: dict[str, Any] = json.loads(followers.stdout.readline())
-        return found
-
     try:
         began, cpu = time.monotonic(), time.process_time()
-        assert followers.stdin is not None
-        followers.stdin.write(json.dumps(about) + "\n")
-        followers.stdin.flush()
+        followers.say(json.dumps(about))
         await head.links.wait()
         linked, linked_cpu = time.monotonic(), time.process_time()
         head.begin()
@@ -187,13 +202,10 @@ async def main(replicas: int, ranks: int, steps: int, follower_cores: list[int])
             await head.done.wait()
         if head.error is not None:
             raise head.error
-        loop = asyncio.get_running_loop()
-        seen = await loop.run_in_executor(None, ask, "first")
-        killed = await loop.run_in_executor(None, ask, "kill")
+        seen, killed = await followers.ask("first"), await followers.ask("kill")
         async with asyncio.timeout(LIMIT_S):
-            while not head.told_at:
-                await asyncio.sleep(0.01)
-        told = await loop.run_in_executor(None, ask, "told")
+            await head.stopped.wait()
+        told = await followers.ask("told")
         walls = [b[0] - a[0] for a, b in zip(head.marks, head.marks[1:], strict=False)][WARM_UP:]
         costs = [b[1] - a[1] for a, b in zip(head.marks, head.marks[1:], strict=False)][WARM_UP:]
         orders = head.marks[-1][2] - head.marks[-2][2]
@@ -212,13 +224,20 @@ async def main(replicas: int, ranks: int, steps: int, follower_cores: list[int])
             "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
     finally:
-        followers.kill()
-        followers.wait()
         await listener.close()
+
+
+def run(follower_cores: list[int], **about: int) -> dict[str, float]:
+    """Measure one head; return its figures."""
+    followers = Followers(follower_cores)
+    try:
+        return uvloop.run(main(followers, **about))
+    finally:
+        followers.end()
 
 
 if __name__ == "__main__":
     gc.disable()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    print(json.dumps(uvloop.run(main(**json.loads(sys.stdin.readline())))), flush=True)
+    print(json.dumps(run(**json.loads(sys.stdin.readline()))), flush=True)

@@ -38,7 +38,9 @@ def session(replica: int, ranks: int) -> m.OpenSession:
     return m.OpenSession(f"r{replica}", 1, 0, 0, "d" * 32, 0, first.link, ckpt, 96, ranks=tuple(others))
 
 
-def status(replica: int, rank: int, trainer: str = "running", incarnation: int = 1, ckpt: str = "") -> m.TrainerStatus:
+def status(
+    replica: int, rank: int, trainer: str = "running", incarnation: int = 1, ckpt: str = ""
+) -> m.TrainerStatus:
     return m.TrainerStatus(f"r{replica}", incarnation, trainer, 1, ckpt or f"http://h:1#{rank}", rank=rank)
 
 

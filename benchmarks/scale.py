@@ -13,9 +13,8 @@
   made and decoded here; its collective over the network is not measured.
 - *day*: ``scale_day.py``, virtual time with the real cores, beside the figures that FT-HSDP published.
 
-``--quick`` is for a look: fewer hosts, ranks and hours, with the same aims. ``--only`` runs one part. A
-figure
-that could not be measured is null, and missed.
+``--quick`` is for a look: fewer hosts, ranks and hours, with the same aims. ``--only`` runs one part.
+A figure that could not be measured is null, and missed.
 """
 
 import argparse
@@ -276,6 +275,7 @@ def head_figures(size: Size, result: dict[str, Any]) -> None:
             f"head_step_clock{suffix}_s": round(found["step_wall_s"], 4),
             f"head_death_told{suffix}_s": round(found["death_told_s"], 4),
             f"head_start{suffix}_s": round(found["start_s"], 3),
+            f"head_start_processor{suffix}_s": round(found["linked_cpu_s"] + found["agreed_cpu_s"], 3),
             f"head_rss{suffix}_mb": round(found["rss_mb"], 1),
         }
         rows.append([ranks, *(f"{found[x]:.3f}" for x in ("linked_s", "agreed_s", "start_s", "step_cpu_s",

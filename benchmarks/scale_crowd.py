@@ -205,7 +205,7 @@ class ServerConnection(asyncio.Protocol):
         self.buffer = data[at:]
 
     def tell(self) -> None:
-        if self.transport is None:
+        if self.transport is None or not self.ready.done():
             return
         self.number += 1
         self.crowd.statuses += 1
@@ -286,11 +286,11 @@ async def main(url: str, token: str, job: str, shape: dict[str, int]) -> None:
     crowd = HostCrowd(url, token, job, shape)
     loop = asyncio.get_running_loop()
     began = time.monotonic()
-    await crowd.open_all(crowd.servers)
-    hosts_s = time.monotonic() - began
     running = [loop.create_task(crowd.tell()), loop.create_task(crowd.beat())]
     for task in running:
         task.add_done_callback(lambda task: task.cancelled() or task.result())
+    await crowd.open_all(crowd.servers)  # those that are open send their statuses meanwhile
+    hosts_s = time.monotonic() - began
     await crowd.open()
     answer(crowd.host_state() | {"hosts_s": hosts_s})
     lines = asyncio.StreamReader()

@@ -1,4 +1,4 @@
-"""The parts of ``benchmarks/scale.py`` at a small size: real processes and connections, and every figure is there."""
+"""The parts of ``benchmarks/scale.py`` at a small size, with real processes and connections."""
 
 import os
 import sys

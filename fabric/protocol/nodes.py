@@ -468,7 +468,7 @@ class ReplicaNodes:
         """Begin an attempt of hosts that were started alike: as the last attempt's, if they are complete."""
         before = self._attempt
         if len(self.launchers) < min((x.says.nodes for x in self.launchers.values()), default=1):
-            return  # hosts are missing, whoever is here
+            return  # some hosts have not come
         for like in self._likes(now)[:MOST_SHAPES]:  # a bound for the work of one message
             seats = self._seats(like.shape, like.nodes, now)
             if len(seats) == like.nodes:

@@ -33,6 +33,7 @@ PERIOD_S = 0.25  # this and the next number equal those of fabric/ckpt_server/se
 LONGEST_PERIOD_S = 1.0
 OPEN_S = 180.0
 DIALS = 256
+AGAIN_S = 1.0
 GPUS = 8  # ranks of a host
 _EPOCH = re.compile(rb'"epoch":(\d+)')
 _EVERY = re.compile(rb'"every_s":([0-9.e-]+)')
@@ -100,13 +101,30 @@ class HostCrowd(SessionCrowd):
 
         async def connect(one: "ServerConnection | LauncherConnection") -> None:
             async with gate:
-                loop = asyncio.get_running_loop()
-                own = (address_of(one.replica, one.host), 0)
-                await loop.create_connection(lambda: one, self.host, int(self.port), local_addr=own)
-                await one.ready
+                await self.connect(one)
 
         async with asyncio.timeout(OPEN_S):
             await asyncio.gather(*map(connect, made))
+
+    async def connect(self, one: "ServerConnection | LauncherConnection") -> None:
+        """Connect until the lighthouse accepts it, as the real processes do."""
+        loop, own = asyncio.get_running_loop(), (address_of(one.replica, one.host), 0)
+        while True:
+            one.ready = loop.create_future()
+            try:
+                await loop.create_connection(lambda: one, self.host, int(self.port), local_addr=own)
+                await one.ready
+                return
+            except OSError:
+                await asyncio.sleep(AGAIN_S)
+
+    async def connect_again(self) -> None:
+        """Bring back the connections that the lighthouse has ended."""
+        while True:
+            await asyncio.sleep(AGAIN_S)
+            away = [x for x in self.servers if x.transport is None and x.was_open and not x.is_killed]
+            if away:
+                await self.open_all(away)
 
     async def tell(self) -> None:
         """Send every server's status once in a period, evenly spread, by the clock."""
@@ -163,7 +181,8 @@ class ServerConnection(asyncio.Protocol):
         self.rank = host * shape["ranks"] + number * shape["ranks"] // shape["servers"]
         self.transport: asyncio.Transport | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.buffer, self.number, self.is_killed = b"", 0, False
+        self.buffer, self.number = b"", 0
+        self.was_open = self.is_killed = False
         self.ckpt = crowd.addresses[replica][self.rank].ckpt if self.rank else ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -171,8 +190,8 @@ class ServerConnection(asyncio.Protocol):
         transport.write(self.crowd.status_head)  # type: ignore[attr-defined]
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.transport = None
-        if not self.is_killed:
+        self.transport, self.buffer = None, b""
+        if self.was_open and not self.is_killed:
             self.crowd.lost.append(f"host {self.host} of {self.crowd.names[self.replica]}: {error}")
         if not self.ready.done():
             self.ready.set_exception(ConnectionError(f"a host's connection ended at once: {error}"))
@@ -186,7 +205,9 @@ class ServerConnection(asyncio.Protocol):
                 return
             if not data.startswith(b"HTTP/1.1 101"):
                 self.ready.set_exception(ConnectionError(data[:300].decode(errors="replace")))
+                self.transport.abort()  # type: ignore[union-attr]
                 return
+            self.was_open = True
             self.ready.set_result(None)
             self.tell()
             data = data[end + 4 :]
@@ -291,6 +312,7 @@ async def main(url: str, token: str, job: str, shape: dict[str, int]) -> None:
         task.add_done_callback(lambda task: task.cancelled() or task.result())
     await crowd.open_all(crowd.servers)  # those that are open send their statuses meanwhile
     hosts_s = time.monotonic() - began
+    running.append(loop.create_task(crowd.connect_again()))
     await crowd.open()
     answer(crowd.host_state() | {"hosts_s": hosts_s})
     lines = asyncio.StreamReader()

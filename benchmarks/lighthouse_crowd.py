@@ -50,7 +50,7 @@ class SessionCrowd:
         ).encode()
         self.total = total
         self.names = names
-        self.sessions = {name: MemberConnection(self, name, number) for number, name in enumerate(names)}
+        self.sessions = {name: self.member(name, number) for number, name in enumerate(names)}
         self.late: Counter[int] = Counter()  # delay in tenths of a millisecond -> number of heartbeats
         # delay of this process itself, in the same unit -> number of heartbeats
         self.own: Counter[int] = Counter()
@@ -61,6 +61,10 @@ class SessionCrowd:
         self.refused: list[str] = []
         self.last = b""
         self.decoded: object = None
+
+    def member(self, name: str, number: int) -> "MemberConnection":
+        """Make the member of this name, which is not connected yet."""
+        return MemberConnection(self, name, number)
 
     def decode(self, frame: bytes) -> m.Message:
         """Messages that are the same for all are decoded once in a row."""
@@ -216,7 +220,7 @@ class MemberConnection(asyncio.Protocol):
             self.introduce()
             data = data[end + 4 :]
         at = 0
-        while (frame := _frame(data, at)) is not None:
+        while (frame := frame_at(data, at)) is not None:
             at, code, body = frame
             if code in (1, 2):
                 self.hear(body)
@@ -240,23 +244,25 @@ class MemberConnection(asyncio.Protocol):
         self.transport.write(head + body)
 
     def introduce(self) -> None:
+        """Say the first message of the session."""
+        self.say(self.opening())
+
+    def opening(self) -> m.OpenSession:
         n = self.number
         place = f"10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}"
         digest = "0123456789abcdef" * 2
-        self.say(
-            m.OpenSession(
-                replica=self.name,
-                incarnation=self.incarnation,
-                generation=self.record.generation if self.record is not None else 0,
-                step=self.step,
-                digest=digest,
-                epoch=self.epoch,
-                link=f"{place}:41234",
-                ckpt=f"http://{place}:51234",
-                micro_batches=self.crowd.total,
-                layout=digest,
-                roster=self.record.roster_digest if self.record is not None else "none",
-            )
+        return m.OpenSession(
+            replica=self.name,
+            incarnation=self.incarnation,
+            generation=self.record.generation if self.record is not None else 0,
+            step=self.step,
+            digest=digest,
+            epoch=self.epoch,
+            link=f"{place}:41234",
+            ckpt=f"http://{place}:51234",
+            micro_batches=self.crowd.total,
+            layout=digest,
+            roster=self.record.roster_digest if self.record is not None else "none",
         )
 
     def beat(self) -> None:
@@ -329,7 +335,7 @@ class MemberConnection(asyncio.Protocol):
         )
 
 
-def _frame(data: bytes, at: int) -> tuple[int, int, bytes] | None:
+def frame_at(data: bytes, at: int) -> tuple[int, int, bytes] | None:
     """The next frame from ``at`` on: where it ends, its code, its bytes. A server's frames are not masked."""
     if len(data) < at + 2:
         return None

@@ -285,6 +285,9 @@ class ReplicaNodes:
     def hear(self, says: NodeSays, now: float) -> None:
         """Take one request of a launcher. ``answered`` must follow."""
         launcher = self.launchers.get(says.id)
+        if launcher is not None and launcher.says == says and launcher.is_here(now):
+            launcher.is_broken, launcher.open = False, launcher.open + 1
+            return  # no news; each look at all launchers takes long where there are many
         if launcher is None and (says.gone or len(self.launchers) >= MAX_LAUNCHERS):
             self._note(says, now)
             return
@@ -474,6 +477,8 @@ class ReplicaNodes:
     def _begin(self, now: float) -> None:
         """Begin an attempt of hosts that were started alike: as the last attempt's, if they are complete."""
         before = self._attempt
+        if len(self.launchers) < min((x.says.nodes for x in self.launchers.values()), default=1):
+            return  # some hosts have not come
         for like in self._likes(now)[:MOST_SHAPES]:  # a bound for the work of one message
             seats = self._seats(like.shape, like.nodes, now)
             if len(seats) == like.nodes:

@@ -173,8 +173,11 @@ class Ranks:
         self._send(effect)
 
     def _send(self, effect: RankEffect) -> None:
+        command: RankCommand | None = None
         for rank in reversed(range(self.size)):  # rank 0 last: the command may end this process
-            command = RankCommand(self._number, self.member.memory.state.generation, self._part(effect, rank))
+            part = self._part(effect, rank)
+            if command is None or part is not command.effect:  # ranks with one part get one object
+                command = RankCommand(self._number, self.member.memory.state.generation, part)
             self._effects.append(ToRank(rank, command))
 
     def _part(self, effect: RankEffect, rank: int) -> RankEffect:

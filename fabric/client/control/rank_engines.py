@@ -58,6 +58,7 @@ class HeadLinks:
         self._links: dict[int, Link] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._all_there = asyncio.Event()
+        self._encoded: tuple[RankCommand | None, bytes] = None, b""
 
     def hear(
         self, on_outcome: Callable[[int, RankOutcome], None], on_lost: Callable[[int, str], None]
@@ -94,7 +95,9 @@ class HeadLinks:
 
     def send(self, rank: int, order: RankCommand) -> None:
         """Queue one order."""
-        self._links[rank].send(encode_command(order))
+        if order is not self._encoded[0]:  # encode once: many orders are the same for all ranks
+            self._encoded = order, encode_command(order)
+        self._links[rank].send(self._encoded[1])
 
     async def close(self) -> None:
         """Say goodbye; the peers read all messages first."""

@@ -80,9 +80,9 @@ def text_frame(text: str) -> bytes:
     return _frame(_TEXT, text.encode())
 
 
-def notice_of(record: Record) -> str:
-    """Build the notice that tells checkpoint servers which epoch is in force, as text."""
-    every_s = min(len(record.roster) / _STATUSES_PER_S, 1.0)
+def notice_of(record: Record, servers: int) -> str:
+    """Build the notice that tells ``servers`` checkpoint servers which epoch is in force, as text."""
+    every_s = min(max(servers, len(record.roster)) / _STATUSES_PER_S, 1.0)
     return wire.encode(
         EpochNotice(record.fence, record.incident_id, record.reason, every_s, record.complete)
     ).decode()

@@ -529,7 +529,7 @@ class Job:
 
     @property
     def _is_many(self) -> bool:
-        return len(self.connections.sessions) >= MANY
+        return max(len(self.connections.sessions), len(self.connections.servers)) >= MANY
 
     def session_closed(self, connection: MemberConnection) -> None:
         """Note the end of a session's socket."""
@@ -542,7 +542,7 @@ class Job:
     def trainer_statuses(self, connection: MemberConnection, statuses: Sequence[m.TrainerStatus]) -> None:
         """Take the statuses of all ranks of a server; the core gets only some of many equal statuses."""
         if self.connections.is_new_server(connection) and self.core.state.record is not None:
-            connection.send(text_frame(notice_of(self.core.state.record)))
+            connection.send(text_frame(notice_of(self.core.state.record, len(self.connections.servers))))
         news = [x for x in statuses if self.connections.is_news(connection, x, self.now)]
         dropped = self.connections.dropped(connection, statuses)
         for status in news:  # a defect in the core may end all connections of the job here
@@ -611,7 +611,7 @@ class Job:
             self._record = self.core.state.record
             if self._record is not None:
                 # Checkpoint servers log which epoch is in force and why, as the replicas do.
-                self.connections.notify_servers(notice_of(self._record))
+                self.connections.notify_servers(notice_of(self._record, len(self.connections.servers)))
         if is_new or not self._is_many or self.history.is_observation_due(now):
             self._observe()
         if self.history.is_sample_due(len(self.connections.sessions), now):

@@ -212,9 +212,9 @@ class Liveness:
 
     def rank_trouble(self, member: Member, now: float) -> str:
         """Why a rank other than 0 stops its replica, or empty. It does not prove that rank 0 has ended."""
-        for rank in range(1, len(member.addresses)):
+        for rank in sorted(self.servers.troubled.get(member.replica, ())):
             status = self.servers.of_process(member, rank)
-            if status is None or not status.connected:
+            if rank > len(member.ranks) or status is None or not status.connected:
                 continue
             if status.trainer == "gone":
                 return f"the process of its rank {rank} is gone"
@@ -262,11 +262,12 @@ class Liveness:
         members several times a second.
         """
         peers, statuses, since = self.peers, self.servers.of_rank(0), now - self.config.silence_s
+        troubled = self.servers.troubled
         credit = now < self.grace_until
         doubtful = []
         for member in roster:
             peer = peers.get(member.replica)
-            if not member.ranks and (
+            if not troubled.get(member.replica) and (
                 credit
                 if peer is None
                 else peer.connected and peer.seen > since and peer.session.incarnation == member.incarnation
@@ -319,7 +320,8 @@ class Liveness:
         """When a verdict may change by time alone: soon while a member is in doubt, otherwise later."""
         for member in self.suspects(roster, now):
             peer = self._peer(member)
-            statuses = [self.servers.of_process(member, rank) for rank in range(len(member.addresses))]
+            ranks = (0, *self.servers.troubled.get(member.replica, ()))
+            statuses = [self.servers.of_process(member, rank) for rank in ranks]
             stopped = any(x is not None and x.trainer == "stopped" for x in statuses)
             away = (peer is None or not peer.connected) and now >= self.overload_grace_until
             if away or stopped:

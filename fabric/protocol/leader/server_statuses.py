@@ -51,6 +51,8 @@ class ServerStatuses:
     elsewhere: dict[str, dict[tuple[str, int], LastStatus]] = field(default_factory=dict)
     # Replica and rank of unconnected servers of which no epoch and no session knows, oldest first.
     strangers: dict[tuple[str, int], None] = field(default_factory=dict)
+    # replica -> its ranks above 0 of which some server's last status may say that the trainer does not run
+    troubled: dict[str, set[int]] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> dict[str, LastStatus]:
         """Replica -> the status that counts of its checkpoint server of this rank."""
@@ -73,6 +75,7 @@ class ServerStatuses:
         before = current if is_current or (same_trainer and at not in aside) else aside.get(at)
         after = _last_status(status, before, now)
         self.strangers.pop((key, status.rank), None)
+        self._note_trouble(status, bool(aside) or not (same_trainer or current is None))
         if current is not None and not is_current and not _counts(status, current, let_in):
             self.elsewhere.setdefault(key, {})[at] = after
             return before
@@ -82,6 +85,14 @@ class ServerStatuses:
             del aside[at]
         statuses[key] = after
         return before
+
+    def _note_trouble(self, status: TrainerStatus, has_others: bool) -> None:
+        """Note whether to look at this rank's statuses: there may be many ranks, and few are in trouble."""
+        ranks = self.troubled.get(status.replica, set())
+        if status.rank and status.trainer != "running":
+            self.troubled.setdefault(status.replica, ranks).add(status.rank)
+        elif status.rank in ranks and not has_others:
+            ranks.discard(status.rank)
 
     def closed(
         self, replica: str, ckpt: str, rank: int, member: Member | None, now: float

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from fabric.errors import ProtocolError
-from fabric.model import DURABLE, MAX_INTEGER, Int64, Member, RankTimes, Record, StepTimes
+from fabric.model import DURABLE, MAX_INTEGER, Int64, Member, RankAddress, RankTimes, Record, StepTimes
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.wire import MAX_BYTES, decode_value, encode_value
 
@@ -267,12 +267,12 @@ def seen_by_rank(record: Record, rank: int) -> Record:
 
 
 def _seen(member: Member, rank: int) -> Member:
-    addresses = member.addresses
-    if rank >= len(addresses):
+    count = 1 + len(member.ranks)
+    if rank >= count:
         # The leader refuses such a session; this error replaces an IndexError if a leader ever admits it.
         raise ProtocolError(
-            f"{member.replica} has {len(addresses)} ranks and no rank {rank}: start every replica with the "
+            f"{member.replica} has {count} ranks and no rank {rank}: start every replica with the "
             "same number of ranks"
         )
-    address = addresses[rank]
+    address = member.ranks[rank - 1] if rank else RankAddress(member.link, member.ckpt)
     return replace(member, link=address.link, ckpt=address.ckpt.partition("#")[0], ranks=())

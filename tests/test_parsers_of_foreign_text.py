@@ -306,6 +306,22 @@ def test_any_text_is_read_or_refused_in_a_sentence(parser, tmp_path):
     check()
 
 
+@pytest.mark.parametrize("key", ["", "\ud800", "\x1b[2J", "9" * 5000, "x" * 200_000], ids=len)
+@pytest.mark.parametrize("parser", [x for x in PARSERS if not isinstance(x.good, str)], ids=lambda x: x.name)
+def test_any_key_is_read_or_refused_in_a_sentence(parser, key, tmp_path):
+    """Half of a character as the number of a rank was an internal error of the lighthouse."""
+    for at, (holder, _) in enumerate(places(parser.good)):
+        if not isinstance(holder, dict):
+            continue
+        document = copy.deepcopy(parser.good)
+        changed, before = places(document)[at]
+        changed[key] = changed.pop(before)
+        try:
+            parser.parse(json.dumps(document).encode(), tmp_path)
+        except (FabricError, *parser.also) as error:
+            assert 0 < len(str(error)) < 4000, error
+
+
 def test_a_password_in_the_storages_url_is_refused_and_not_repeated():
     """It once reached the log of every replica."""
     with pytest.raises(FabricError) as refused:

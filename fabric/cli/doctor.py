@@ -2,6 +2,8 @@
 
 import asyncio
 import email.utils
+import fcntl
+import mmap
 import os
 import platform
 import resource
@@ -31,7 +33,7 @@ from fabric.runtime.config import (
 )
 from fabric.runtime.http.http_service import bind_first_free, parse_ports
 from fabric.runtime.http.lighthouse_client import describe, permanent_cause, understood
-from fabric.runtime.system_calls import available_bytes, create_memfd, open_pidfd
+from fabric.runtime.system_calls import available_bytes, create_memfd, open_pidfd, refused
 from fabric.store import EtcdAccess, open_store
 
 _ANSWER_S = 3.0
@@ -254,17 +256,31 @@ def _open_files() -> Finding:
 
 
 def _system_calls() -> Iterator[Finding]:
-    tries: tuple[Callable[[], int], ...] = (
-        lambda: open_pidfd(os.getpid()),
-        lambda: create_memfd("fabric-doctor"),
-    )
-    failures = []
-    for attempt in tries:
-        try:
-            os.close(attempt())
-        except ConfigError as error:
-            failures.append(Finding("bad", "the kernel refuses a system call of a replica", str(error)))
-    yield from failures or [Finding("ok", "the system calls pidfd_open and memfd_create are allowed")]
+    """Try what a replica asks of the kernel, and a container's security profile may refuse."""
+    memory = -1
+    try:
+        os.close(open_pidfd(os.getpid()))
+        memory = create_memfd("fabric-doctor")
+        call = "fallocate"
+        os.posix_fallocate(memory, 0, mmap.PAGESIZE)
+        call = "fcntl"
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        call = "flock"
+        fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        call = "eventfd"
+        os.close(os.eventfd(0))
+        yield Finding("ok", "the kernel allows the system calls of a replica")
+    except OSError as error:
+        yield _refusal(f"a replica cannot do its work {refused(call, error)}")
+    except ConfigError as error:
+        yield _refusal(str(error))
+    finally:
+        if memory >= 0:
+            os.close(memory)
+
+
+def _refusal(why: str) -> Finding:
+    return Finding("bad", "the kernel refuses a system call of a replica", why)
 
 
 def _memory(state_gb: float) -> Finding:

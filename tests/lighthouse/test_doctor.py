@@ -1,6 +1,7 @@
 """``fabric doctor`` finds each mistake and says what to do, and finds nothing on a healthy host."""
 
 import errno
+import fcntl
 import os
 import socket
 
@@ -117,11 +118,21 @@ def test_the_doctor_finds_a_token_that_other_users_can_read(environment, monkeyp
     assert "chmod 600" in findings("warn")
 
 
-def test_a_system_call_that_a_container_forbids_is_found(environment, monkeypatch):
-    assert "pidfd_open and memfd_create are allowed" in findings("ok")
-    for name in ("pidfd_open", "memfd_create"):
-        monkeypatch.setattr(os, name, refuse)
-    assert findings("bad").count("seccomp profile allow") == 2
+@pytest.mark.parametrize(
+    ("module", "name", "called"),
+    [
+        (os, "pidfd_open", "pidfd_open"),
+        (os, "memfd_create", "memfd_create"),
+        (os, "posix_fallocate", "fallocate"),
+        (fcntl, "fcntl", "fcntl"),
+        (fcntl, "flock", "flock"),
+        (os, "eventfd", "eventfd"),
+    ],
+)
+def test_a_system_call_that_a_container_forbids_is_found(environment, monkeypatch, module, name, called):
+    assert "allows the system calls of a replica" in findings("ok")
+    monkeypatch.setattr(module, name, refuse)
+    assert f"let the container's seccomp profile allow {called}" in findings("bad")
 
 
 def test_free_memory_is_compared_with_the_size_of_the_state(environment):

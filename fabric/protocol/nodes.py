@@ -217,7 +217,7 @@ class ReplicaNodes:
     def __init__(self, new_run: Callable[[], str]) -> None:
         self._new_run = new_run
         self.launchers: dict[str, _Launcher] = {}
-        self.suspects: Collection[str] = ()  # hosts that failed often: another spare host is taken first
+        self._suspects: Collection[str] = ()  # another spare host is taken first
         self._attempt: _Attempt | None = None
 
     @property
@@ -282,8 +282,9 @@ class ReplicaNodes:
         why = f"in the place of {instead}" if instead else ""
         return HostRow(says.id, node, says.host, says.rack, "member", now - at, why)
 
-    def hear(self, says: NodeSays, now: float) -> None:
-        """Take one request of a launcher. ``answered`` must follow."""
+    def hear(self, says: NodeSays, now: float, suspects: Collection[str] = ()) -> None:
+        """Take one request of a launcher. ``answered`` must follow. ``suspects``: hosts that failed often."""
+        self._suspects = suspects
         launcher = self.launchers.get(says.id)
         if launcher is not None and launcher.says == says and launcher.is_here(now):
             launcher.is_broken, launcher.open = False, launcher.open + 1
@@ -450,7 +451,7 @@ class ReplicaNodes:
         seated = {launcher.says.id for launcher in seats.values()}
         # A host whose place was taken while it was away is a spare host too.
         free = {SPARE, *before}
-        waiting.sort(key=lambda x: x.says.host in self.suspects)
+        waiting.sort(key=lambda x: x.says.host in self._suspects)
         spares = {x.says.id: x for x in waiting if x.says.id not in seated and x.says.number in free}
         by_rack: dict[str, dict[str, _Launcher]] = {}
         for identity, launcher in spares.items():

@@ -47,6 +47,7 @@ class World:
         self.started: dict[tuple[str, int], str] = {}  # (run, node) -> launcher
         self.heads: dict[str, str] = {}
         self.judged: dict[str, NodeEnd] = {}
+        self.suspects: set[str] = set()
         for number in range(nodes):
             self.add(f"host-{number}", number)
         for number in range(spares):
@@ -118,7 +119,7 @@ class World:
         if not host.runs or host.is_cut or self.now < host.pause:
             return
         if host.asked is None:
-            self.table.hear(host.says, self.now)
+            self.table.hear(host.says, self.now, self.suspects)
             host.asked = self.now
         order = self.table.order(host.says.id, self.now)
         if order.key != host.knows:
@@ -338,7 +339,7 @@ def test_a_spare_host_of_the_lost_ones_rack_is_taken_first():
 def test_a_spare_host_that_failed_often_is_taken_after_the_others():
     world = World(11, nodes=2, spares=2)
     world.until_all_run(2)
-    world.table.suspects = {"spare-0"}
+    world.suspects = {"spare-0"}
     for lost, instead in ((1, "spare-1"), (0, "spare-0")):
         world.lose_power(world.hosts[lost])
         world.tick()

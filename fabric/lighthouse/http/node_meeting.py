@@ -88,9 +88,9 @@ class NodeMeetings:
             self._find_term()
             meetings = {name: x for (of_job, name), x in self._meetings.items() if of_job == job}
         shell = self._jobs().by_name.get(job)
+        suspects = shell.core.evidence.suspect_hosts() if shell is not None else ()
         for meeting in meetings.values():
-            meeting.nodes.suspects = shell.core.evidence.suspect_hosts() if shell is not None else ()
-            meeting.nodes.hear(says, time.monotonic())
+            meeting.nodes.hear(says, time.monotonic(), suspects)
             meeting.look()
         broken = True
         try:

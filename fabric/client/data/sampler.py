@@ -18,7 +18,6 @@ each step then gets the same steps as the job. A loop with another batch size go
 order, as with any sampler.
 """
 
-import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torch.utils.data import BatchSampler
 
 from fabric.client.data.loader import data_slot_of
 from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
+from fabric.client.loop.living_objects import of_types
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas
@@ -217,5 +217,4 @@ def _order_of(sampler: Any, seed: int, size: int) -> SamplerOrder:
 
 def _batch_sizes(sampler: StepSampler) -> list[int]:
     """Return the batch sizes of the DataLoaders that draw from ``sampler``."""
-    batch_samplers = [x for x in gc.get_objects() if type(x) is BatchSampler and x.sampler is sampler]
-    return sorted({x.batch_size for x in batch_samplers})
+    return sorted({x.batch_size for x in of_types({BatchSampler}) if x.sampler is sampler})

@@ -16,7 +16,7 @@ import itertools
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
+from fabric.client.loop.living_objects import contents_of_tuples, living, of_types, subtypes
 from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, stores
 from fabric.client.loop.user_functions import (
     UserFunction,
@@ -54,7 +55,7 @@ _SAMPLE = 64
 _NEAR = 0.5
 # Fewer elements than this in all parameters are near other values by chance.
 _FEWEST = 16
-_HOLDERS = (list, tuple, dict, OrderedDict)
+_HOLDERS = {list, dict, OrderedDict}
 ADVICE = 'pass it in state=, or say unshared="ignore" where that is intended'
 
 _Sample = tuple[float, ...]
@@ -123,12 +124,6 @@ class UnsharedWatch:
         # A wrapper around an optimizer, such as Accelerate's, returns the inner optimizer's ``param_groups``.
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
         return groups is not None and any(groups is x.param_groups for x in self._optimizers)
-
-
-def living(*kinds: type) -> list[Any]:
-    """Return all living objects of these types. Reading an attribute of others could import a module."""
-    types = {x for kind in kinds for x in _subtypes(kind)}
-    return [x for x in gc.get_objects() if type(x) in types]
 
 
 def _parts_of(values: Iterable[object]) -> set[int]:
@@ -268,30 +263,39 @@ class AverageWatch:
 
         Tensors that an optimizer moves, as those of a second model, are not a copy of the parameters.
         """
-        # A process has some 300,000 objects: go over them once, and choose by type.
-        optimizers, modules = _subtypes(torch.optim.Optimizer), _subtypes(torch.nn.Module)
-        tensors, kinds = _subtypes(torch.Tensor), {*optimizers, *modules, *_HOLDERS}
-        chosen = [x for x in gc.get_objects() if type(x) in kinds]
-        groups = (group for x in chosen if type(x) in optimizers for group in x.param_groups)
+        tensors, modules = subtypes(torch.Tensor), subtypes(torch.nn.Module)
+        optimizers = subtypes(torch.optim.Optimizer)
+        objects = of_types({*optimizers, *modules, *_HOLDERS})
+        groups = (group for x in objects if type(x) in optimizers for group in x.param_groups)
         attached = {id(x) for x in self._parameters}.union(id(x) for group in groups for x in group["params"])
         shapes = [x.shape for x in self._parameters]
-        fewest, most = len(shapes), 4 * len(shapes) + 64
-        for holder in chosen:
-            kind = type(holder)
-            if kind in _HOLDERS and fewest <= len(holder) <= most:
-                values = list(holder if kind in (list, tuple) else holder.values())
-                what = f"a {kind.__name__} of {len(holder)} values"
-            elif kind in modules and "_parameters" in holder.__dict__:
-                values, what = list(holder.parameters()), f"a module {kind.__name__}"
+        lengths = range(len(shapes), 4 * len(shapes) + 65)
+        tuples = ((identity, values[::-1]) for identity, values in contents_of_tuples(lengths, tensors))
+        for holder, values in itertools.chain(_values_of(objects, lengths, modules), tuples):
+            held = [x for x in values if type(x) in tensors]
+            if len(held) < len(shapes):
+                continue
+            matched = _in_order((x for x in held if id(x) not in attached and _is_readable(x)), shapes)
+            if not matched:
+                continue
+            kind = type(holder).__name__
+            if isinstance(holder, torch.nn.Module):
+                yield f"a module {kind}", matched, holder
+            elif not isinstance(holder, int):
+                yield f"a {kind} of {len(values)} values", matched, holder
             else:
-                continue
-            values = [x for x in values if type(x) in tensors]
-            if len(values) < fewest:
-                continue
-            free = (x for x in values if id(x) not in attached and _is_readable(x))
-            matched = _in_order(free, shapes)
-            if matched:
-                yield what, matched, holder
+                a_tuple = next((x for x in gc.get_referrers(matched[0]) if id(x) == holder), None)
+                yield f"a tuple of {len(values)} values", matched, a_tuple
+
+
+def _values_of(objects: Iterable[Any], lengths: range, modules: Set[type]) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield modules with their parameters, and what has so many values with these."""
+    for holder in objects:
+        kind = type(holder)
+        if kind in _HOLDERS and len(holder) in lengths:
+            yield holder, list(holder if kind is list else holder.values())
+        elif kind in modules and "_parameters" in holder.__dict__:
+            yield holder, list(holder.parameters())
 
 
 # Hooks of Lightning and of transformers that run in each step; they get the model or the Trainer.
@@ -449,10 +453,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(part)
-
-
-def _subtypes(kind: type) -> set[type]:
-    return {kind}.union(*map(_subtypes, kind.__subclasses__()))
 
 
 def _is_readable(value: Any) -> bool:

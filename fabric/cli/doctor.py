@@ -270,17 +270,14 @@ def _system_calls() -> Iterator[Finding]:
         call = "eventfd"
         os.close(os.eventfd(0))
         yield Finding("ok", "the kernel allows the system calls of a replica")
-    except OSError as error:
-        yield _refusal(f"a replica cannot do its work {refused(call, error)}")
-    except ConfigError as error:
-        yield _refusal(str(error))
+    except (OSError, ConfigError) as error:
+        why = str(error)
+        if isinstance(error, OSError):
+            why = f"a replica cannot do its work {refused(call, error)}"
+        yield Finding("bad", "the kernel refuses a system call of a replica", why)
     finally:
         if memory >= 0:
             os.close(memory)
-
-
-def _refusal(why: str) -> Finding:
-    return Finding("bad", "the kernel refuses a system call of a replica", why)
 
 
 def _memory(state_gb: float) -> Finding:

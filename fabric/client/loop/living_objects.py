@@ -14,6 +14,7 @@ from operator import not_
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_GENERATIONS = range(3)  # of the collector
 
 
 def living(*kinds: type) -> list[Any]:
@@ -28,7 +29,7 @@ def subtypes(kind: type) -> set[type]:
 
 def of_types(types: Set[type]) -> list[Any]:
     """Return all living objects of exactly these types, none of which is ``tuple``."""
-    return _at_once(lambda: _those(_generations(), type, types.__contains__))
+    return _at_once(lambda: _those(map(gc.get_objects, _GENERATIONS), type, types.__contains__))
 
 
 def contents_of_tuples(lengths: range, types: Set[type]) -> list[tuple[int, list[Any]]]:
@@ -48,13 +49,8 @@ def _at_once(walk: Callable[[], Iterator[Iterable[T]]]) -> list[T]:
             gc.enable()
 
 
-def _generations() -> Iterator[list[Any]]:
-    """Yield all objects, those of one generation of the collector at a time."""
-    return map(gc.get_objects, range(3))
-
-
 def _rows_of_tuples(lengths: range, types: Set[type]) -> Iterator[Iterable[tuple[int, list[Any]]]]:
-    tuples = _those(_generations(), type, {tuple}.__contains__)
+    tuples = _those(map(gc.get_objects, _GENERATIONS), type, {tuple}.__contains__)
     fitting = _those(tuples, len, lengths.__contains__)
     chosen = _each_twice(_those(fitting, gc.get_referents, partial(map, type), types.isdisjoint, not_))
     return map(zip, map(partial(map, id), chosen), map(partial(map, gc.get_referents), chosen))

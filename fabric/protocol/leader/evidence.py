@@ -119,7 +119,7 @@ class FailureEvidence:
         statuses: dict[str, list[LastStatus | None]] = {}
         for rank, address in enumerate(member.addresses):
             status = self.state.liveness.servers.of_process(member, rank)
-            statuses.setdefault(host_of_link(address.link), []).append(status)
+            statuses.setdefault(address.link.rpartition(":")[0], []).append(status)
         failed = [
             (x.since, host)
             for host, of_host in statuses.items()
@@ -268,9 +268,5 @@ class FailureEvidence:
 
 def host_of(member: Member) -> str:
     """The host of all ranks of this member; empty if they are on several hosts."""
-    hosts = {host_of_link(x.link) for x in member.addresses}
+    hosts = {x.link.rpartition(":")[0] for x in member.addresses}
     return hosts.pop() if len(hosts) == 1 else ""
-
-
-def host_of_link(link: str) -> str:
-    return link.rpartition(":")[0]

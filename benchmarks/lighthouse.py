@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from common import begin, finish, no_options, quantile, say, table, verdict
-from lighthouse_fleet import BenchmarkLighthouse, BenchmarkProcess, Etcd, Trainers, wait_for
+from lighthouse_fleet import BenchmarkLighthouse, Etcd, Trainers, cores, pinned, wait_for
 
 HERE = Path(__file__).resolve().parent
 
@@ -139,18 +139,6 @@ class CrowdProcesses:
             raise RuntimeError("a process of the crowd ended: its words are above")
         found: dict[str, Any] = json.loads(line)
         return found
-
-
-def cores() -> tuple[int, list[int]]:
-    """The lighthouses' core, and all others: the crowd's and etcd's."""
-    first, *others = sorted(os.sched_getaffinity(0))
-    return first, others or [first]
-
-
-def pinned(process: BenchmarkProcess, to: list[int]) -> None:
-    """Pin the process with all of its threads."""
-    for thread in Path(f"/proc/{process.pid}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), to)
 
 
 def crowd_figures(stack: ExitStack, folder: Path, result: dict[str, Any]) -> None:

@@ -252,3 +252,15 @@ class Trainers:
             if b"fabric.ckpt_server" in words and str(self._folder).encode() in words:
                 found.append(int(path.parent.name))
         return found
+
+
+def cores() -> tuple[int, list[int]]:
+    """The lighthouses' core, and all others: the crowd's and etcd's."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    return first, others or [first]
+
+
+def pinned(process: BenchmarkProcess, to: list[int]) -> None:
+    """Pin the process with all of its threads."""
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), to)

@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from common import begin, finish, quantile, say, table, verdict
-from lighthouse import cores, pinned
-from lighthouse_fleet import BenchmarkLighthouse, wait_for
+from lighthouse_fleet import BenchmarkLighthouse, cores, pinned, wait_for
 
 HERE = Path(__file__).resolve().parent
 JOB = "scale"

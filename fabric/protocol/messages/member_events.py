@@ -54,7 +54,7 @@ class Streaming:
     Computed follows.
     """
 
-    step: Int64
+    step: int
     weight: float  # the weight of the micro-batches that the trainer computes now
 
 

@@ -72,7 +72,6 @@ class SnapshotDue:
 RankEvent = (
     io.Ready
     | io.Digested
-    | io.Streaming
     | io.Computed
     | io.Installed
     | io.InstallFailed

@@ -216,7 +216,7 @@ def _attach(
         settings=chosen,
         process=process,
         handle=_server(chosen, process),
-        gradients=_gradients(parameters, carried, averaged, lanes, choices.fragments, exact),
+        gradients=_gradients([*parameters, *carried], averaged, lanes, choices.fragments, exact),
         lanes=lanes,
         entries=entries,
         content=_content(lanes, parameters, entries, objects),
@@ -345,17 +345,14 @@ def _exact(
 
 
 def _gradients(
-    parameters: list[tuple[str, torch.nn.Parameter]],
-    carried: list[tuple[str, torch.nn.Parameter]],
+    exchanged: list[tuple[str, torch.nn.Parameter]],
     averaged: ForwardBuffers,
     lanes: LaneDirectory | None,
     fragments: Mapping[str, int] | None,
     exact: frozenset[str],
 ) -> FlatGradients:
     # Lanes carry all fragments in each step; a fragment that is not exchanged has no gradient and stays so.
-    taking_turns = fragments if lanes is None else None
-    late = frozenset(name for name, _ in carried)
-    gradients = FlatGradients([*parameters, *carried], fragments=taking_turns, exact=exact, late=late)
+    gradients = FlatGradients(exchanged, fragments=fragments if lanes is None else None, exact=exact)
     gradients.of_one = averaged.of_one
     if lanes is not None:  # pipeline stages hold parts of the model, which members compare as a whole
         gradients.layout = lanes.model_name

@@ -137,7 +137,7 @@ def test_a_stopped_rank_is_waited_for_shortly():
 def test_the_end_of_a_rank_does_not_prove_the_end_of_rank_0():
     liveness = Liveness(LivenessConfig(), 0.0)
     member = member_of("a", ranks=addresses("a"))
-    liveness.servers.of_rank(1)["a"] = LastStatus(1, "gone", 0.0, 0.0)
+    liveness.servers.hear(m.TrainerStatus("a", 1, "gone", 1, "http://a/1", rank=1), {1}, 0.0)
     assert "rank 1" in liveness.rank_trouble(member, 0.0)
     assert not liveness.proven_dead(member)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric.client.loop import living_objects
+from fabric.client.process import living_objects
 
 FABRIC = Path(living_objects.__file__).parents[2]
 

@@ -28,7 +28,7 @@ from torch.utils.data import BatchSampler
 
 from fabric.client.data.loader import data_slot_of
 from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
-from fabric.client.loop.living_objects import of_types
+from fabric.client.process.living_objects import of_types
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas

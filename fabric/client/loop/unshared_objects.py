@@ -28,7 +28,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from fabric.client.loop.living_objects import contents_of_tuples, living, of_types, subtypes
 from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, stores
 from fabric.client.loop.user_functions import (
     UserFunction,
@@ -40,6 +39,7 @@ from fabric.client.loop.user_functions import (
     search,
     value_of,
 )
+from fabric.client.process.living_objects import contents_of_tuples, living, of_types, subtypes
 from fabric.errors import ConfigError
 
 # The choices for a scheduler or scaler that is not shared.

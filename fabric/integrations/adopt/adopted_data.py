@@ -41,10 +41,10 @@ from fabric.client.data.loader import check_size
 from fabric.client.data.sample_plan import SamplerOrder, sample_indices, shuffles_all
 from fabric.client.data.sampler import StepSampler
 from fabric.client.loop.later_changes import repeated
-from fabric.client.loop.living_objects import living
 from fabric.client.loop.loop_flow import GROWS, assignments, called, dotted, names_read, stores
 from fabric.client.loop.loop_source import refuse_memory
 from fabric.client.loop.user_functions import functions_in, loops_around, search, value_of
+from fabric.client.process.living_objects import living
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.living_objects import OWN_WAY, outermost_modules, wrapped

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fabric.client.loop.living_objects import living
+from fabric.client.process.living_objects import living
 from fabric.errors import ConfigError
 
 OWN_WAY = "change the script to call fabric.client.attach"

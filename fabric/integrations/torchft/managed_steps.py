@@ -20,11 +20,11 @@ from torch.futures import Future
 import fabric.client
 from fabric.client.attach import ends_with_a_sentence
 from fabric.client.gradients.forward_buffers import default_buffers
-from fabric.client.loop.living_objects import living
 from fabric.client.loop.loop_orders import LoopOrder
 from fabric.client.loop.unshared_objects import tensors_in
 from fabric.client.outer.outer_loop import OuterLoop
 from fabric.client.process import excepthook
+from fabric.client.process.living_objects import living
 from fabric.errors import ConfigError, FabricError
 from fabric.integrations.torchft.arguments import parse_arguments
 from fabric.integrations.torchft.checkpointing import check_transport

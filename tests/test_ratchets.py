@@ -48,7 +48,7 @@ BUDGETS = {
     "audit": 1_500,
     "ckpt_server": 11_450,
     "cli": 5_200,
-    "client": 16_080,
+    "client": 16_010,
     "collectives": 1_350,
     "drill": 4_300,
     "ftar": 4_800,
@@ -58,7 +58,7 @@ BUDGETS = {
     "model and errors": 700,
     "plan": 1_750,
     "protocol": 11_630,
-    "runtime": 3_500,
+    "runtime": 3_590,
     "store": 1_550,
     "transport": 1_250,
 }

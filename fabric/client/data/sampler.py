@@ -28,10 +28,10 @@ from torch.utils.data import BatchSampler
 
 from fabric.client.data.loader import data_slot_of
 from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
-from fabric.client.process.living_objects import of_types
 from fabric.errors import ConfigError, FabricError
 from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas
+from fabric.runtime.living_objects import of_types
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ from fabric.client.loop.user_functions import (
     search,
     value_of,
 )
-from fabric.client.process.living_objects import contents_of_tuples, living, of_types, subtypes
 from fabric.errors import ConfigError
+from fabric.runtime.living_objects import contents_of_tuples, living, of_types, subtypes
 
 # The choices for a scheduler or scaler that is not shared.
 UNSHARED = ("refuse", "ignore")

@@ -44,12 +44,12 @@ from fabric.client.loop.later_changes import repeated
 from fabric.client.loop.loop_flow import GROWS, assignments, called, dotted, names_read, stores
 from fabric.client.loop.loop_source import refuse_memory
 from fabric.client.loop.user_functions import functions_in, loops_around, search, value_of
-from fabric.client.process.living_objects import living
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.living_objects import OWN_WAY, outermost_modules, wrapped
 from fabric.integrations.training_data import TrainingData
 from fabric.protocol.rules.assignment import cut
+from fabric.runtime.living_objects import living
 
 if TYPE_CHECKING:
     from fabric.integrations.adopt.adopted_loop import AdoptedLoop

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fabric.client.process.living_objects import living
 from fabric.errors import ConfigError
+from fabric.runtime.living_objects import living
 
 OWN_WAY = "change the script to call fabric.client.attach"
 

@@ -24,11 +24,11 @@ from fabric.client.loop.loop_orders import LoopOrder
 from fabric.client.loop.unshared_objects import tensors_in
 from fabric.client.outer.outer_loop import OuterLoop
 from fabric.client.process import excepthook
-from fabric.client.process.living_objects import living
 from fabric.errors import ConfigError, FabricError
 from fabric.integrations.torchft.arguments import parse_arguments
 from fabric.integrations.torchft.checkpointing import check_transport
 from fabric.protocol.messages import member_events as io
+from fabric.runtime.living_objects import living
 
 # The parts that a script gives a Manager: its model, its optimizers, and functions for the rest.
 

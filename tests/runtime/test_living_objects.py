@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fabric.client.process import living_objects
+from fabric.runtime import living_objects
 
-FABRIC = Path(living_objects.__file__).parents[2]
+FABRIC = Path(living_objects.__file__).parents[1]
 
 
 class Marked(list):

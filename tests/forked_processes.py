@@ -99,6 +99,7 @@ class ForkedProcess:
         socket.send_fds(self._connection, [json.dumps(request).encode()], list(descriptors.values()))
         self.pid: int = self._receive()["pid"]
         self.returncode: int | None = None
+        self._waiting = threading.Lock()  # the ranks of one process look at their server from several threads
 
     def _receive(self) -> dict[str, int]:
         data = self._connection.recv(_MAX_BYTES)
@@ -111,11 +112,12 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._connection], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-            self.returncode = os.waitstatus_to_exitcode(self._receive()["status"])
-            self._connection.close()
+        with self._waiting:
+            if self.returncode is None:
+                if not select.select([self._connection], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+                self.returncode = os.waitstatus_to_exitcode(self._receive()["status"])
+                self._connection.close()
         return self.returncode
 
     def send_signal(self, number: int) -> None:

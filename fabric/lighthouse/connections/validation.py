@@ -42,7 +42,7 @@ MAX_SENTENCE = 300
 MAX_SETTINGS = 1024
 MAX_DESCRIPTION = 64 * 1024
 # The most ranks of one replica.
-MAX_RANKS = 65_536
+MAX_RANKS = 16_384
 MAX_SNAPSHOTS = 64
 # The default of ``--max-replicas``.
 MAX_REPLICAS = 1024

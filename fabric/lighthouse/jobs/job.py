@@ -529,7 +529,7 @@ class Job:
 
     @property
     def _is_many(self) -> bool:
-        return max(len(self.connections.sessions), len(self.connections.servers)) >= MANY
+        return len(self.connections.sessions) >= MANY or len(self.connections.servers) >= MANY
 
     def session_closed(self, connection: MemberConnection) -> None:
         """Note the end of a session's socket."""

@@ -243,8 +243,10 @@ class JobState:
     def is_large(self) -> bool:
         """Whether there are many sessions, or many ranks of members that may still come back."""
         roster = self.record.roster if self.record is not None else ()
-        return max(len(self.liveness.peers), len(roster)) >= MANY or (
-            len(roster) + sum(len(x.ranks) for x in roster) >= MANY
+        return (
+            len(self.liveness.peers) >= MANY
+            or len(roster) >= MANY
+            or sum(1 + len(x.ranks) for x in roster) >= MANY
         )
 
     def is_blocking_join(self, replica: str) -> bool:

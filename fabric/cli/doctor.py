@@ -257,7 +257,7 @@ def _open_files() -> Finding:
 
 def _system_calls() -> Iterator[Finding]:
     """Try what a replica asks of the kernel, and a container's security profile may refuse."""
-    memory = -1
+    memory, call = -1, "pidfd_open"
     try:
         os.close(open_pidfd(os.getpid()))
         memory = create_memfd("fabric-doctor")

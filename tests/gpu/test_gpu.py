@@ -135,9 +135,9 @@ def test_nccl_between_gpus():
 
 def test_a_job_on_one_gpu_loses_a_member_and_ends_bitwise_equal(zygote, tmp_path):
     from job import Job
-    from test_failures import finish_and_check
+    from test_failures import PATIENT, finish_and_check
 
-    with Job(zygote, tmp_path, environment={"TEST_TRAINER": "cuda_trainer"}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_DEVICE": "cuda", **PATIENT}) as job:
         job.start_all({"r1": "ring@12=kill"})
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()

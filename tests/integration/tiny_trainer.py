@@ -38,7 +38,9 @@ def build(width: int):
 
 def main() -> None:
     torch.set_num_threads(1)
+    device = os.environ.get("TINY_DEVICE", "cpu")
     model, optimizer, scheduler = build(int(os.environ.get("TINY_WIDTH", "64")))
+    model.to(device)  # the optimizer has the same parameters, whose memory moves
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
     data = session.loader(Samples(100), global_batch_size=24, micro_batch_size=2, seed=3, on_poison=ON_POISON)
     step_s = float(os.environ.get("TINY_STEP_S", "0.02"))
@@ -49,7 +51,7 @@ def main() -> None:
             # The pause stands for a device that computes; without it the job would end before a replica
             # rejoins.
             time.sleep(step_s / 4)
-            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
             step.backward(loss)
             session.metrics(loss=loss.item() * len(x), samples=len(x))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

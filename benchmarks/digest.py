@@ -74,7 +74,7 @@ def main() -> None:
         reading.blocks.wait()
         asked = time.perf_counter()
         reading.help()
-        if guard.written() or not reading.digests().digest:
+        if guard.written() or not reading.digest():
             raise SystemExit("digest.py: the state was changed")
         under_way.append(asked - began)
         return begun - began + time.perf_counter() - asked

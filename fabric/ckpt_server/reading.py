@@ -417,7 +417,7 @@ class MergedState:
     def _named(self, digests: list[str]) -> str:
         """The digest of the state whose parts have these ``digests``."""
         manifests = [part.manifest for part in self._states]
-        if any("content" not in x or x["digest"] != d for x, d in zip(manifests, digests, strict=True)):
+        if any(x["digest"] != digest for x, digest in zip(manifests, digests, strict=True)):
             return replica_digest(digests)
         return state_digest(manifests[0])
 

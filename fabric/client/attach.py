@@ -16,7 +16,7 @@ from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard import Layout
 from fabric.ckpt_server.state.content_digest import ContentDigests, first_copies
-from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, CudaCopyStream
+from fabric.ckpt_server.state.snapshot import CudaCopier, make_copier
 from fabric.ckpt_server.state.training_state import StateDescriber, check_serialisable
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.client.control.engine import EngineParts
@@ -498,15 +498,14 @@ class _Trainer:
         return exchange
 
     def _snapshots(self, recover: Callable[[], None], durable: DurableCheckpoints) -> Snapshots:
-        device, process = device_of(self.gradients.parameters), self.process
-        on_device = device.type == "cuda"
+        process, copier = self.process, make_copier(device_of(self.gradients.parameters))
         snapshots = Snapshots(
             self.handle,
             self.describer,
-            CudaCopier(CudaCopyStream(device)) if on_device else CpuCopier(),
+            copier,
             self.policy,
             (self.settings.job, self.settings.replica),
-            on_device,
+            isinstance(copier, CudaCopier),
             recover,
             process.rank if process.group is not None else None,
         )

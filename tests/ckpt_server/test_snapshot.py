@@ -3,6 +3,7 @@
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric.ckpt_server.format.manifest import BLOCK_BYTES, check_manifest, file_digest
-from fabric.ckpt_server.state.snapshot import Bytes, CopyPass, CpuCopier, CudaCopier, build_manifest
+from fabric.ckpt_server.state.device_digest import digest_of_file
+from fabric.ckpt_server.state.snapshot import (
+    Bytes,
+    CopyPass,
+    CpuCopier,
+    CudaCopier,
+    build_manifest,
+    copy_together,
+)
 from fabric.ckpt_server.state.training_state import StateView, capture, host_bytes, restore
 from fabric.errors import IntegrityError, StateError
 
@@ -189,7 +198,8 @@ class LazyLane:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.pending: list[tuple[list[torch.Tensor], Bytes]] = []
+        self.device = torch.device("cpu")
+        self.pending: list[Callable[[], object]] = []
         self.happened = threading.Event()
         self.error: Exception | None = None
 
@@ -206,7 +216,11 @@ class LazyLane:
     def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
         assert sum(tensor.numel() for tensor in tensors) == memory.nbytes
         self.log.append("copy")
-        self.pending.append((tensors, memory))
+        self.pending.append(lambda: copy_together(tensors, memory))
+
+    def run(self, work: Callable[[], object]) -> None:
+        self.log.append("run")
+        self.pending.append(work)
 
     def end(self) -> "LazyLane":
         self.log.append("end")
@@ -215,12 +229,6 @@ class LazyLane:
     def hold(self, event: Any) -> None:
         assert event is self
         self.log.append("hold")
-
-    def bring(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
-        if self.error is not None:
-            raise self.error
-        self.log.append("bring")
-        memory[:] = torch.cat(tensors).numpy()
 
     def staging(self, nbytes: int) -> Bytes:
         return np.full(nbytes, 7, np.uint8)
@@ -231,8 +239,8 @@ class LazyLane:
     def synchronize(self) -> None:
         if self.error is not None:
             raise self.error
-        for tensors, memory in self.pending:
-            memory[:] = torch.cat(tensors).numpy()
+        for work in self.pending:
+            work()
         self.pending.clear()
         self.happened.set()
 
@@ -250,35 +258,52 @@ def test_device_copy_is_ordered_by_events() -> None:
     copier.start(view, memoryview(target))
     copier.fence()
     digests = copier.join()
-    # three small tensors go in one copy
-    assert lane.log == ["register", "begin", "copy", "copy", "copy", "end", "hold"]
+    # three small tensors go in one copy; the state is digested behind the copies, and last the finished copy
+    start = ["register", "begin", "copy", "copy", "copy", "begin", "run", "end"]
+    assert lane.log == [*start, "end", "hold", "run", "end"]
     assert lane.happened.is_set()
     check(view, target, digests)
+    assert digests.state == digests.name == digest_of_file(memoryview(target)[: view.nbytes])
     copier.start(view, memoryview(target))
     check(view, target, copier.join())
     copier.close()
     assert lane.log[-1] == "close"
 
 
-def test_a_state_on_a_device_is_digested_block_by_block() -> None:
+def test_a_copy_that_differs_from_the_state_on_the_device_is_refused() -> None:
+    lane = LazyLane()
+    copier = CudaCopier(lane)
+    view = capture({"x": adam_like()}, 2)
+    target = bytearray(view.nbytes)
+    copier.start(view, memoryview(target))
+    enqueued = lane.pending[-1]
+    lane.pending[-1:] = [lambda: (enqueued(), target.__setitem__(-1, target[-1] ^ 1))]
+    with pytest.raises(StateError, match="another digest than the state on the device"):
+        copier.join()
+    copier.start(view, memoryview(target))
+    assert copier.join().name == digest_of_file(memoryview(target)[: view.nbytes])
+    copier.close()
+
+
+def test_a_state_on_a_device_is_digested_there_behind_earlier_work() -> None:
+    """The digest is that of the file's bytes, wherever the tensors lie, however small they are."""
     lane = LazyLane()
     copier = CudaCopier(lane)
     for state in (
         adam_like(),
         Tensors(torch.tensor(3.0)),
         Tensors(*[filled(900, seed=i) for i in range(20)]),
+        Tensors(*[filled(size, seed=size) for size in (3, BLOCK_BYTES, 1, 2 * BLOCK_BYTES + 3, 5)]),
     ):
         view = capture({"x": state}, 2)
         lane.log.clear()
         digesting = copier.digest(view)
-        digesting.help()
-        assert digesting.digests().digest == view.digest()
-        assert lane.log[0] == "begin" and lane.log.count("bring") <= 2 * (view.nbytes // BLOCK_BYTES + 1)
+        assert lane.log == ["begin", "run", "end"] and lane.pending
+        assert digesting.digest() == digest_of_file(memoryview(bytearray(expected_file(view))))
+    assert digesting.digest() != copier.digest(capture({"x": state}, 3)).digest()
     lane.error = RuntimeError("device lost")
-    digesting = copier.digest(capture({"x": adam_like()}, 2))
-    digesting.help()
     with pytest.raises(StateError, match="device lost"):
-        digesting.digests()
+        copier.digest(capture({"x": adam_like()}, 2)).digest()
     copier.close()
 
 

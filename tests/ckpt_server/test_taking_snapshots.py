@@ -8,11 +8,14 @@ import threading
 import numpy as np
 import pytest
 import torch
+from ftar.simulated_device import SimulatedCopyStream, SimulatedDevice
 from server_support import fetch
 
-from fabric.ckpt_server.state.snapshot import CopyPass, CpuCopier, CudaCopier
-from fabric.ckpt_server.state.training_state import StateDescriber, StateView, capture
+from fabric.ckpt_server.state.device_digest import digest_of_file
+from fabric.ckpt_server.state.snapshot import CopyPass, CpuCopier, CudaCopier, copy_together
+from fabric.ckpt_server.state.training_state import StateDescriber, StateView, capture, host_bytes
 from fabric.client.process.worker import Worker
+from fabric.client.state import mutation_guard
 from fabric.client.state.mutation_guard import MEANWHILE, MutationGuard
 from fabric.client.state.snapshots import EverySteps, Snapshots
 from fabric.errors import StateError
@@ -486,6 +489,7 @@ class SlowLane:
 
     def __init__(self):
         self.go, self.held = threading.Event(), threading.Event()
+        self.device = torch.device("cpu")
         self._pending = []
 
     def owns(self, tensor):
@@ -498,7 +502,10 @@ class SlowLane:
         pass
 
     def copy(self, tensors, memory):
-        self._pending.append((tensors, memory))
+        self.run(lambda: copy_together(tensors, memory))
+
+    def run(self, work):
+        self._pending.append(work)
 
     def end(self):
         return self
@@ -509,13 +516,10 @@ class SlowLane:
     def staging(self, nbytes):
         return np.empty(nbytes, np.uint8)
 
-    def bring(self, tensors, memory):
-        memory[:] = torch.cat(tensors).numpy()
-
     def synchronize(self):
         assert self.go.wait(30)
-        for tensors, memory in self._pending:
-            memory[:] = torch.cat(tensors).numpy()
+        for work in self._pending:
+            work()
         self._pending.clear()
 
     def close(self):
@@ -582,6 +586,46 @@ def test_on_a_device_an_uncounted_write_stops_the_next_snapshot(on_device, keepe
     with pytest.raises(StateError, match="changed without torch's knowledge"):
         snapshots.start(ref(2), keeper.submit, lambda event: None)
     assert fetch(handle.url, "/v1/snapshots").json == []
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("voted", [False, True])
+def test_on_a_device_a_digest_is_that_of_its_boundary_however_late_the_device_is(
+    attach, keeper, model, copied, voted, monkeypatch
+):
+    """The update before the boundary has not run when the digest is begun, and the next one follows."""
+    monkeypatch.setattr(mutation_guard, "samples", lambda tensor, places: b"")  # as for a device's memory
+    device = SimulatedDevice()
+    copier = CudaCopier(SimulatedCopyStream(device))
+    describer = StateDescriber({"model": model})
+    snapshots = Snapshots(attach(), describer, copier, EverySteps(1), WHO, True, lambda: None)
+    wanted = []
+    said, done = [], threading.Event()
+
+    def update() -> None:
+        model.weight.data.mul_(1.5)
+        wanted.append(digest_of_file(as_file(capture({"model": model}, len(wanted) + 1))))
+
+    for step in (1, 2):
+        device.compute().run(update)
+        if copied:
+            done.clear()
+            snapshots.start(ref(step), keeper.submit, lambda event: (said.append(event.digest), done.set()))
+        snapshots.begin_digest(step, copied)
+        assert len(wanted) == step - 1
+        if voted:
+            assert snapshots.digests.take(step) == wanted[step - 1]
+        snapshots.wait_copied()
+        assert snapshots.digests.take(step) == wanted[step - 1]
+        if copied:
+            assert done.wait(30)
+    assert said == (wanted if copied else [])
+    copier.close()
+    device.close()
+
+
+def as_file(view: StateView) -> memoryview:
+    return memoryview(bytearray(view.header + b"".join(bytes(host_bytes(t)) for _, t in view.tensors)))
 
 
 def test_the_check_of_a_copy_counts_as_a_cost_of_the_snapshot(taken, keeper, model, slow, monkeypatch):

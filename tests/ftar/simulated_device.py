@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from fabric.ckpt_server.state.snapshot import Bytes, copy_together
 from fabric.ftar.device.cuda import SharedMemoryHandle
 from fabric.runtime.system_calls import boot_id
 
@@ -46,6 +48,10 @@ class SimulatedEvent:
             device.want(self)
             device.turn.wait_for(lambda: self.happened or device.error is not None)
             device.check()
+
+    def synchronize(self) -> None:
+        """As ``wait``; torch's own events have this name for it."""
+        self.wait()
 
 
 class SimulatedStream:
@@ -88,6 +94,38 @@ class _Immediate(SimulatedStream):
     def wait(self, event: SimulatedEvent) -> None:
         """See ``CudaStream``."""
         event.wait()
+
+
+class SimulatedCopyStream:
+    """See ``CudaCopyStream``; all tensors are on the device."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, device: "SimulatedDevice") -> None:
+        self._device, self._stream = device, device.stream()
+        self.owns, self.run, self.end = device.owns, self._stream.run, self._stream.record
+
+    def register(self, memory: Bytes) -> None:
+        """Do nothing."""
+
+    def begin(self) -> None:
+        """See ``CudaCopyStream``."""
+        self._stream.wait(self._device.compute().record())
+
+    def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
+        """See ``CudaCopyStream``."""
+        self.run(lambda: copy_together(tensors, memory))
+
+    def staging(self, nbytes: int) -> Bytes:
+        """See ``CudaCopyStream``."""
+        return np.empty(nbytes, np.uint8)
+
+    def hold(self, event: SimulatedEvent) -> None:
+        """See ``CudaCopyStream``."""
+        self._device.compute().wait(event)
+
+    def close(self) -> None:
+        """Do nothing: the device ends the stream."""
 
 
 class SimulatedDevice:

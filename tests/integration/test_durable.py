@@ -101,6 +101,28 @@ def test_plain_torch_reads_it_and_when_everything_is_killed_the_job_resumes_from
     assert (final.generation, final.step, final.digest) == (2, STEPS, states(job, "r0")[STEPS])
 
 
+@pytest.mark.parametrize("trainers", [("device_trainer", "tiny_trainer"), ("tiny_trainer", "device_trainer")])
+def test_a_job_resumes_on_another_kind_of_device(job, trainers):
+    """A device makes other digests than the host. Each can read the other's states, and verifies them."""
+    job.environment |= {"TEST_TRAINER": trainers[0], "FABRIC_DIGEST_EVERY": "1"}
+    job.start_all({"r0": f"optimizer@14=wait:{job.folder}/go"})
+    wait_for_step(job, 10)
+    newest = durable(job)[-1]
+    before = states(job, "r0")
+    assert newest.state.digest == before[10] == states(job, "r2")[10]
+    assert (capture(load_with_torch(newest.storage.url), 10).digest() == before[10]) == (
+        trainers[0] == "tiny_trainer"
+    )
+    kill_everything(job)
+    job.environment["TEST_TRAINER"] = trainers[1]
+    job.start_all({"r1": "optimizer@20=kill"})
+    job.finish()
+    assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
+    assert [job.events(r, "join")[0]["step"] for r in job.pids] == [10] * 3
+    assert states(job, "r0")[10] == states(job, "r1")[10] != before[10]
+    assert len({states(job, r)[STEPS] for r in job.pids}) == 1
+
+
 @pytest.mark.long("sim/test_durable_worlds.py")
 def test_a_damaged_checkpoint_is_named_and_all_replicas_load_an_older_one(job):
     write_some(job)

@@ -51,6 +51,20 @@ def test_a_rank_is_killed_and_its_replica_joins_again(zygote, tmp_path, way, ran
         assert losses(job, "r0") == pytest.approx(alone, rel=1e-4)
 
 
+def test_ranks_with_devices_digest_their_parts_there(zygote, tmp_path):
+    """The manifest of a part has two digests. Members know its state by the one that the device makes."""
+    environment = {"SHARDED": "fsdp2", "TINY_STEPS": "20", "TINY_PATIENT_STEPS": "12"}
+    environment |= {"TEST_TRAINER": "device_sharded_trainer", "FABRIC_DIGEST_EVERY": "1"}
+    with RankJob(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start("r0")
+        job.start("r1", "optimizer@6=kill", rank=1)
+        job.finish(deadline_s=120)
+        assert set(job.codes.values()) == {0}, job.logs()
+        assert job.starts == {"r0": 1, "r1": 2}, job.logs()
+        assert job.logs().count("gradients on SimulatedDevice") == 6
+        job.check_lanes(20)
+
+
 @pytest.mark.parametrize(
     ("way", "ranks", "raises"),
     first_here("protocol/test_rank_orders.py", [("fsdp2", 2, 1), ("pipeline", 2, 0)]),

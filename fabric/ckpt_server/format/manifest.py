@@ -130,14 +130,20 @@ def of_rank(manifest: Mapping[str, Any], rank: int, digests: Sequence[str]) -> d
     return {**manifest, "rank": rank, "ranks": list(digests)}
 
 
-def state_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the digest of the whole replica's state, of which the manifest's file may be one rank's part.
+def part_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the digest by which members know the part of the state in the manifest's file.
 
-    Where the manifest has a ``content``, that is the state's digest (``state.content_digest``).
+    It is that of the file, unless the manifest has a ``content`` (``state.content_digest``) or a ``state``
+    (``state.device_digest``).
     """
+    return str(manifest.get("content", manifest.get("state", manifest["digest"])))
+
+
+def state_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the digest of the whole replica's state, of which the manifest's file may be one rank's part."""
     if "content" in manifest:
         return summed_digest(manifest.get("ranks", [manifest["content"]]))
-    return replica_digest(manifest["ranks"]) if "ranks" in manifest else str(manifest["digest"])
+    return replica_digest(manifest["ranks"]) if "ranks" in manifest else part_digest(manifest)
 
 
 def is_hex(value: object, digits: int) -> bool:
@@ -177,9 +183,9 @@ def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[s
 
 def _check_ranks(manifest: Mapping[str, Any]) -> None:
     """Check that one rank's part lists the digests of all ranks, its own among them."""
-    named = manifest.get("content", manifest["digest"])
-    if not is_hex(named, DIGEST_DIGITS):
-        raise StateError(f"The manifest's content is not {DIGEST_DIGITS} hex digits.")
+    for key in ("content", "state"):
+        if not is_hex(manifest.get(key, manifest["digest"]), DIGEST_DIGITS):
+            raise StateError(f"The manifest's {key} is not {DIGEST_DIGITS} hex digits.")
     if "ranks" not in manifest and "rank" not in manifest:
         return
     rank, ranks = manifest.get("rank"), manifest.get("ranks")
@@ -189,7 +195,7 @@ def _check_ranks(manifest: Mapping[str, Any]) -> None:
     assert isinstance(rank, int)
     if "content" in manifest and len({digest[:16] for digest in ranks}) > 1:
         raise StateError("The manifest lists contents of ranks that describe different states.")
-    if ranks[rank] != named:
+    if ranks[rank] != part_digest(manifest):
         raise StateError(f"The manifest's digest is not what it lists for its own rank {rank}.")
 
 

@@ -11,19 +11,20 @@ threads. ``digest`` reads the state in the same way, without a copy.
 
 On a GPU a side stream waits for an event recorded behind the optimizer step, copies into registered
 (page-locked) shared memory, and records an event of its own. ``fence`` makes the compute stream wait for the
-copy's event; the host does not wait. Digesting begins after that event.
+copy's event; the host does not wait. Digesting the file begins after that event.
+
+Members know a state on a GPU by a digest that the GPU makes (``device_digest``), beside forward and backward.
+The file's manifest has both digests. That of the state is also made of the copy, so it vouches for the copy.
 """
 
-import bisect
 import contextlib
 import logging
 import os
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -31,6 +32,8 @@ import torch
 import xxhash
 
 from fabric.ckpt_server.format.manifest import BLOCK_BYTES, digest_of_blocks, make_manifest
+from fabric.ckpt_server.state.device_digest import BLOCK_BYTES as DIGEST_BLOCK_BYTES
+from fabric.ckpt_server.state.device_digest import SUMS_BYTES, DeviceDigest, device_digest
 from fabric.ckpt_server.state.encoding import bytes_of
 from fabric.ckpt_server.state.training_state import StateView
 from fabric.errors import StateError
@@ -51,10 +54,16 @@ PIECE_BYTES = 256 << 10  # a piece and its source fit well into a core's second-
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDigests:
-    """The digest of a state, and the digests of its blocks (16 hex digits each, in file order)."""
+    """The digest of a state's file, and the digests of its blocks (16 hex digits each, in file order)."""
 
     digest: str
     blocks: tuple[str, ...]
+    state: str = ""  # the digest by which members know a state on a device
+
+    @property
+    def name(self) -> str:
+        """The digest by which members know the state."""
+        return self.state or self.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +170,10 @@ class BlockPass:
         with contextlib.suppress(StateError):
             self.blocks.wait()
 
+    def digest(self) -> str:
+        """Return the digest of the whole. Raises as ``digests`` does."""
+        return self.digests().digest
+
     def digests(self) -> SnapshotDigests:
         """Return the result, when every block is done. Raises StateError where something went wrong.
 
@@ -229,64 +242,61 @@ class CopyPass(BlockPass):
         self._digests[block] = hasher.hexdigest()
 
 
-# Digests a state on a device without a copy of the whole state: block by block, through page-locked memory.
-#
-# Any thread takes a block, brings it to the host over the side stream and digests it there. Several threads
-# overlap the copies with the digests.
+class DeviceDigestPass:
+    """Digests bytes on a device: behind the work enqueued so far on its side stream, beside later work.
 
-
-class StagedDigestPass(BlockPass):
-    """Digests ``view``. ``staging`` holds free buffers of BLOCK_BYTES, one for each thread that may help."""
+    ``parts``: the bytes behind the ``header``, 1-D uint8, one tensor behind the other. Their small tensors in
+    host memory are read at once. If there are large ones, ``submit`` takes the work to another thread.
+    """
 
     def __init__(
-        self, view: StateView, device: "CudaCopyStream", staging: "queue.SimpleQueue[Bytes]"
+        self,
+        header: bytes,
+        parts: list[torch.Tensor],
+        device: "CudaCopyStream",
+        submit: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
-        super().__init__(view.nbytes, ())
-        self._header = np.frombuffer(view.header, np.uint8)
-        self._extents = tensor_extents(view)
-        self._begins = [part.begin for part in self._extents]
-        self._device, self._staging = device, staging
+        self._header, self._device = header, device
+        self._nbytes = sum(part.numel() for part in parts)
+        small = [x for x in parts if not device.owns(x) and x.numel() < _PACK_BELOW_BYTES]
+        if small:
+            # From page-locked memory a copy to the device does not wait for the device.
+            sizes = [x.numel() for x in small]
+            staged = torch.from_numpy(device.staging(sum(sizes)))
+            at_hand = iter(torch.split(torch.cat(small, out=staged), sizes))
+            is_small = {id(x) for x in small}
+            parts = [next(at_hand) if id(x) in is_small else x for x in parts]
+        self._parts = parts  # the device reads them until ``digest`` returns
+        self._sums: Bytes = np.empty(0, np.uint8)
+        self._event: Any = None
+        self._work = SharedWork([parts])
+        if submit is not None and any(not device.owns(x) and x.numel() >= _PACK_BELOW_BYTES for x in parts):
+            submit(self.help)
+        else:
+            self.help()
 
-    def digests(self) -> SnapshotDigests:
+    def help(self) -> None:
+        """Enqueue the work unless another thread has taken it; keep an error for ``digest`` to raise."""
+        self._work.run(self._enqueue)
+
+    def _enqueue(self, parts: list[torch.Tensor]) -> None:
+        digest = device_digest(self._device.device)
+        self._sums = self._device.staging(-(-self._nbytes // DIGEST_BLOCK_BYTES) * SUMS_BYTES)
+        target = torch.from_numpy(self._sums)
+        self._device.run(lambda: target.copy_(bytes_of(digest.sums(parts)), non_blocking=True))
+        self._event = self._device.end()
+
+    def digest(self) -> str:
+        """Return the digest, when the device has made it. Raises StateError where something went wrong."""
+        self.help()
         try:
-            return super().digests()
+            self._work.wait()
+            self._event.synchronize()
+        except RuntimeError as error:
+            raise StateError(f"The state could not be digested on its device: {error}.") from error
         finally:
-            self._extents = []
-
-    def _take(self, block: int) -> None:
-        begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self._nbytes)
-        memory = self._staging.get()
-        try:
-            target = memory[: end - begin]
-            if begin < self._header.size:
-                head = self._header[begin:end]
-                target[: head.size] = head
-            self._bring(begin, end, target)
-            self._digests[block] = xxhash.xxh3_64_hexdigest(target.data)
-        finally:
-            self._staging.put(memory)
-
-    def _bring(self, begin: int, end: int, target: Bytes) -> None:
-        """Bring the bytes [begin, end) of the tensors; neighbours on the device go in one copy."""
-        together: list[TensorExtent] = []
-        first = max(0, bisect.bisect_right(self._begins, begin) - 1)
-        for extent in self._extents[first : bisect.bisect_left(self._begins, end)]:
-            low, high = max(begin, extent.begin), min(end, extent.end)
-            if low >= high:
-                continue
-            part = TensorExtent(extent.tensor[low - extent.begin : high - extent.begin], low, high)
-            if self._device.owns(part.tensor):
-                together.append(part)
-            else:
-                target[low - begin : high - begin] = part.tensor.numpy()
-                self._flush(together, begin, target)
-        self._flush(together, begin, target)
-
-    def _flush(self, together: list[TensorExtent], begin: int, target: Bytes) -> None:
-        if together:
-            memory = target[together[0].begin - begin : together[-1].end - begin]
-            self._device.bring([part.tensor for part in together], memory)
-            together.clear()
+            self._parts = []
+        return DeviceDigest.name(self._sums, self._nbytes, self._header)
 
 
 __all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaCopyStream", "SnapshotDigests", "build_manifest"]
@@ -302,6 +312,16 @@ _FEW_BLOCKS = 4
 _PACK_BELOW_BYTES = 256 << 10  # a smaller device tensor is first gathered with others on the device
 _PACK_BYTES = 16 << 20
 _REGISTERED = 2  # the most registered memories, as many as there are snapshot slots
+
+
+class StateDigest(Protocol):
+    """A state's digest under way."""
+
+    def help(self) -> None:
+        """Do the host's part of the work, as far as no other thread has begun it."""
+
+    def digest(self) -> str:
+        """Return the digest by which members know the state, when it is complete. Raises StateError."""
 
 
 class Copier(Protocol):
@@ -320,10 +340,10 @@ class Copier(Protocol):
     def join(self) -> SnapshotDigests:
         """Return the digests when the target is complete. Raises the copy's error."""
 
-    def digest(self, view: StateView) -> BlockPass:
+    def digest(self, view: StateView) -> "StateDigest":
         """Begin to digest ``view``, also during a copy.
 
-        ``view`` must not change until ``digests`` of the returned pass has returned.
+        ``view`` must not change until ``digest`` of the returned object has returned.
         """
 
     def close(self) -> None:
@@ -335,7 +355,8 @@ def build_manifest(
 ) -> dict[str, Any]:
     """Return the manifest that the checkpoint server publishes; ``created`` is Unix time."""
     state = SnapshotRef(generation, view.step, digests.digest)
-    return make_manifest(state, view.nbytes, digests.blocks, job=job, replica=replica, created=created)
+    manifest = make_manifest(state, view.nbytes, digests.blocks, job=job, replica=replica, created=created)
+    return manifest | ({"state": digests.state} if digests.state else {})
 
 
 def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
@@ -377,7 +398,7 @@ class CpuCopier:
         self._copying = CopyPass(view, target, tensor_extents(view))
         self._begin(self._copying)
 
-    def digest(self, view: StateView) -> BlockPass:
+    def digest(self, view: StateView) -> DigestPass:
         digesting = DigestPass(view)
         if len(digesting.blocks) > _FEW_BLOCKS:
             self._begin(digesting)
@@ -415,15 +436,15 @@ class CudaCopyStream:
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         index = torch.device(device).index
-        self._device = torch.device("cuda", _cuda.current_device() if index is None else index)
-        self._stream = _cuda.Stream(self._device)
+        self.device = torch.device("cuda", _cuda.current_device() if index is None else index)
+        self._stream = _cuda.Stream(self.device)
         # Address -> registered memory, oldest first; each array keeps its memory mapped while registered.
         self._registered: dict[int, Bytes] = {}
         self._registering = threading.Lock()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor is in the device's memory."""
-        return tensor.device == self._device
+        return tensor.device == self.device
 
     def register(self, memory: Bytes) -> None:
         """Register host memory, so that copies to it do not block; from any thread, repeated calls are
@@ -437,7 +458,7 @@ class CudaCopyStream:
         if registered is not None and registered.nbytes >= nbytes:
             self._registered[address] = registered  # at the dictionary's end: now the newest registration
             return
-        with _cuda.device(self._device):
+        with _cuda.device(self.device):
             if registered is not None:
                 _unregister(registered)
             # Slots grow and servers end: unregister the oldest memory when a new slot's memory is registered.
@@ -450,20 +471,18 @@ class CudaCopyStream:
             # Copies still work, but the host waits. Read CUDA's error, or the next kernel would raise it.
             _log.warning("Shared memory of %d bytes could not be page-locked (CUDA error %d).", nbytes, code)
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
+                torch.zeros(1, device=self.device)
 
     def begin(self) -> None:
         """Let all later copies see all earlier compute work."""
         ready = _cuda.Event()
-        ready.record(_cuda.current_stream(self._device))
+        ready.record(_cuda.current_stream(self.device))
         self._stream.wait_event(ready)
 
     def copy(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
         """Enqueue the copy of flat ``tensors``, one behind the other, into ``memory``."""
-        with _cuda.stream(self._stream):
-            # The gathered copy belongs to the side stream, so that torch does not reuse its memory too early.
-            source = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            torch.from_numpy(memory).copy_(source, non_blocking=True)
+        # The gathered copy belongs to the side stream, so that torch does not reuse its memory too early.
+        self.run(lambda: copy_together(tensors, memory))
 
     def end(self) -> Any:
         """Return an event that happens after all enqueued copies."""
@@ -471,10 +490,10 @@ class CudaCopyStream:
         self._stream.record_event(done)
         return done
 
-    def bring(self, tensors: list[torch.Tensor], memory: Bytes) -> None:
-        """Copy flat ``tensors``, one behind the other, into ``memory``; return when they are there."""
-        self.copy(tensors, memory)
-        self.end().synchronize()
+    def run(self, work: Callable[[], object]) -> None:
+        """Enqueue the torch operations that ``work`` calls."""
+        with _cuda.stream(self._stream):
+            work()
 
     def staging(self, nbytes: int) -> Bytes:
         """Return page-locked host memory."""
@@ -483,14 +502,20 @@ class CudaCopyStream:
 
     def hold(self, event: Any) -> None:
         """Let later compute work wait on the device for ``event``."""
-        _cuda.current_stream(self._device).wait_event(event)
+        _cuda.current_stream(self.device).wait_event(event)
 
     def close(self) -> None:
         """Undo every registration."""
         self._stream.synchronize()
-        with _cuda.device(self._device):
+        with _cuda.device(self.device):
             while self._registered:
                 _unregister(self._registered.popitem()[1])
+
+
+def copy_together(tensors: list[torch.Tensor], memory: Bytes) -> None:
+    """Copy flat ``tensors``, one behind the other, into ``memory``, without waiting for a device."""
+    source = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    torch.from_numpy(memory).copy_(source, non_blocking=True)
 
 
 def _unregister(memory: Bytes) -> None:
@@ -504,6 +529,7 @@ class _DeviceCopy:
     view: StateView  # keeps the tensors alive until join
     copying: CopyPass
     host: SharedWork[TensorExtent]  # the copies of the host tensors
+    state: StateDigest
     event: Any  # occurs after the copies of the device tensors
 
 
@@ -515,7 +541,6 @@ class CudaCopier:
         self._host = _pool(_HOST_THREADS, _NICENESS)
         self._digesting = _pool(_digest_threads(), _NICENESS)
         self._current: _DeviceCopy | None = None
-        self._staging: queue.SimpleQueue[Bytes] | None = None  # buffers for digests, made with the first
 
     def prepare(self, target: memoryview) -> None:
         """Page-lock the target now, because that is slow and ``start`` runs in the trainer's thread."""
@@ -534,9 +559,10 @@ class CudaCopier:
         self._stream.begin()
         for pack in _packs([part for part in slices if self._stream.owns(part.tensor)]):
             self._stream.copy([part.tensor for part in pack], copying.memory[pack[0].begin : pack[-1].end])
+        state = self.digest(view)
         event = self._stream.end()
         host = SharedWork(part for part in slices if not self._stream.owns(part.tensor))
-        self._current = _DeviceCopy(view, copying, host, event)
+        self._current = _DeviceCopy(view, copying, host, state, event)
         for _ in range(min(_HOST_THREADS, len(host))):
             self._host.submit(host.run, copying.copy)
         for _ in range(_digest_threads()):
@@ -553,29 +579,34 @@ class CudaCopier:
 
     def join(self) -> SnapshotDigests:
         """Raises StateError when nothing was started."""
-        if self._current is None:
+        if (current := self._current) is None:
             raise StateError("No snapshot was started, so there is none to wait for.")
         try:
-            self._current.host.wait()
-            return self._current.copying.digests()
+            current.host.wait()
+            header, memory = current.view.header, current.copying.memory
+            digests = current.copying.digests()
+            body = torch.from_numpy(memory[len(header) :])
+            copied = DeviceDigestPass(header, [body], self._stream).digest()
+            if copied != current.state.digest():
+                raise StateError("The copy has another digest than the state on the device.")
+            return replace(digests, state=copied)
         finally:
             self._current = None
 
-    def digest(self, view: StateView) -> BlockPass:
-        if self._staging is None:
-            self._staging = queue.SimpleQueue()
-            for _ in range(_digest_threads() + 1):  # the caller helps
-                self._staging.put(self._stream.staging(BLOCK_BYTES))
+    def digest(self, view: StateView) -> StateDigest:
         self._stream.begin()
-        digesting = StagedDigestPass(view, self._stream, self._staging)
-        for _ in range(min(_digest_threads(), len(digesting.blocks))):
-            self._digesting.submit(digesting.run)
-        return digesting
+        parts = [part.tensor for part in tensor_extents(view)]
+        return DeviceDigestPass(view.header, parts, self._stream, self._digesting.submit)
 
     def close(self) -> None:
         self._host.shutdown(wait=True)
         self._digesting.shutdown(wait=True)
         self._stream.close()
+
+
+def make_copier(device: torch.device) -> CpuCopier | CudaCopier:
+    """Return the copier of states whose parameters are on ``device``."""
+    return CpuCopier() if device.type == "cpu" else CudaCopier(CudaCopyStream(device))
 
 
 def _digest(event: Any, host: "SharedWork[TensorExtent]", copying: CopyPass) -> None:

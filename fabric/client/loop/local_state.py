@@ -5,19 +5,20 @@ The state does not change between a step boundary and the next update, so it is 
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from fabric.ckpt_server.state.device_digest import digest_of_file
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.data.randomness import UpdateRandomness
 from fabric.client.gradients.bucket_stream import StaleGradients
 from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.state.mutation_guard import small_entries, tensor_entries
-from fabric.errors import SessionOver
+from fabric.errors import IntegrityError, SessionOver
 from fabric.model import DataPlan, SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import SnapshotDue
@@ -67,6 +68,7 @@ class LocalState:
         self._parts = parts
         self._engine = engine
         self._progress = progress
+        self._on_device = not isinstance(parts.exchange.backend, HostBackend)
         self._content = parts.snapshots.content  # digests that do not depend on the layout of ranks
         self._digests = parts.settings.reproducible and parts.settings.digest_every > 0
         self._digest_begun = False  # a digest was begun in the background and not taken yet
@@ -79,7 +81,7 @@ class LocalState:
 
         Not on a device, which needs little of the processor. Not if this replica's ranks would wait for it.
         """
-        return self._process.group is None and isinstance(self._parts.exchange.backend, HostBackend)
+        return self._process.group is None and not self._on_device
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work``, run at low priority while no other member waits for this one."""
@@ -89,7 +91,7 @@ class LocalState:
     def digest(self) -> str:
         """Return the digest of the shared state as it is now."""
         view, content = self.describer.capture(self._progress.state_step), self._content
-        if content is None and not isinstance(self._parts.exchange.backend, HostBackend):
+        if self._on_device and content is None:
             return self._parts.snapshots.digest(view)
         return self.run(view.digest if content is None else lambda: content.of_view(view))
 
@@ -97,9 +99,17 @@ class LocalState:
         """Return the digest where it is ``wanted`` and this job compares digests; else an empty string."""
         return self.digest() if wanted and self._digests else ""
 
-    def name_installed(self, file_digest: str) -> str:
-        """Return the digest of the state just loaded from a file with digest ``file_digest``."""
-        return file_digest if self._content is None else self.digest()
+    def name_installed(self, file: memoryview, manifest: Mapping[str, Any]) -> str:
+        """Return the digest of the state just loaded from ``file``, as this kind of device makes it.
+
+        Raises IntegrityError for a manifest that names another state than that of its file.
+        """
+        digest = self.digest() if self._on_device or self._content is not None else str(manifest["digest"])
+        if self._content is None and "state" in manifest:
+            named = digest if self._on_device else self.run(partial(digest_of_file, file))
+            if named != manifest["state"]:
+                raise IntegrityError(f"its digest is {named}, and its manifest names {manifest['state']}")
+        return digest
 
     def note(self, digest: str) -> None:
         """Journal the state's digest, unless it is empty."""

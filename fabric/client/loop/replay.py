@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from fabric.ckpt_server.format.manifest import part_digest
 from fabric.ckpt_server.state.training_state import restore, verify
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.loop.local_state import LocalState, LoopProgress
@@ -53,7 +54,7 @@ class Replay:
         fetched_state = self._parts.fetch_thread.take_state()
         assert fetched_state is not None
         # The manifest has the digest of this rank's part; the order has the digest of the replica's state.
-        digest = fetched_state.fetched.manifest["digest"]
+        fetched = fetched_state.fetched
         self._parts.points.hit("install", order.step)
         self._state.drop_gradient()
         self._state.wait_changeable()
@@ -61,16 +62,17 @@ class Replay:
         objects, run = self._state.describer.objects, self._state.run
         try:
             restore(fetched_state.file, objects, run)
-            verify(objects, order.step, digest, run, self._state.describer.by_name)
+            verify(objects, order.step, fetched.manifest["digest"], run, self._state.describer.by_name)
+            self._progress.state_step = order.step
+            digest = self._state.name_installed(fetched_state.file, fetched.manifest)
         except FabricError as error:
             self._engine.post(io.InstallFailed(f"the state of step {order.step} does not fit: {error}"))
             return
         self._parts.buffers.begin()
-        self._progress.state_step = order.step
         self._progress.loads += 1
-        fetched = fetched_state.fetched
         self._progress.source = ", ".join(sorted(fetched.sources)) or "this host"
-        if not fetched_state.resharded:
+        # A state that came from another kind of device has another name here.
+        if not fetched_state.resharded and part_digest(fetched.manifest) == digest:
             self._parts.snapshots.serve(fetched_state.slot, fetched.manifest)
         self._replayed = 0
         self._parts.journal.write(
@@ -83,7 +85,6 @@ class Replay:
             compression=fetched.compression,
             resharded=fetched_state.resharded,
         )
-        digest = self._state.name_installed(digest)
         self._state.note(digest)
         news = self._progress.take_news()
         self._engine.post(io.Installed(order.step, digest, order.step >= self._progress.until, news))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.manifest import of_rank, state_digest
 from fabric.ckpt_server.state.content_digest import ContentDigests
-from fabric.ckpt_server.state.snapshot import BlockPass, Copier, SnapshotDigests, build_manifest
+from fabric.ckpt_server.state.snapshot import Copier, SnapshotDigests, StateDigest, build_manifest
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.mutation_guard import UNNAMED, MutationGuard, WriteWatch
@@ -203,7 +203,7 @@ class Digests:
         self._watch = watch
         self._copier = copier
         self._settle = settle
-        self._reading: tuple[BlockPass, MutationGuard] | None = None
+        self._reading: tuple[StateDigest, MutationGuard] | None = None
         self._taking: PendingSnapshot | None = None
         self.exposed = False  # whether user code has run since the digest was begun
         self._last = -1, ""  # step and digest of the result computed last
@@ -221,7 +221,7 @@ class Digests:
             self._reading = reading, self._guard
             if self._watch.reads_first:
                 reading.help()
-                self._last = step, reading.digests().digest
+                self._last = step, reading.digest()
         else:
             self._guard = taking.guard
 
@@ -255,7 +255,7 @@ class Digests:
                 self._watch.check(reading[1], digest)
                 return
             reading[0].help()
-            digest = reading[0].digests().digest
+            digest = reading[0].digest()
             if name := self._watch.check(reading[1]):
                 self._watch.note(name)
                 digest = self._watch.digest(reading[1].view)
@@ -549,7 +549,7 @@ class Snapshots:
                 raise begun
             slot = begun
             digests = self._copier.join()
-            taking.digest, taking.torn = digests.digest, taking.guard.written()
+            taking.digest, taking.torn = digests.name, taking.guard.written()
             copy = CopiedState(view, slot, digests, self.slots.memory(slot, view.nbytes)[: view.nbytes])
         except FabricError as error:
             if slot >= 0:
@@ -605,7 +605,7 @@ class Snapshots:
             generation=taking.state.generation,
             created=taking.created,
         )
-        digest = copy.digests.digest
+        digest = copy.digests.name
         if self.content is not None:
             digest = manifest["content"] = self.content.of_file(copy.memory)
         generation, step = taking.state.generation, taking.state.step
@@ -682,15 +682,15 @@ class Snapshots:
         """Return the digest of ``view``, a state on a device, at once."""
         reading = self._copier.digest(view)
         reading.help()
-        return reading.digests().digest
+        return reading.digest()
 
     def begin_digest(self, step: int, copied: bool) -> None:
         """Begin to digest the state at ``step``.
 
         The state must not change until ``wait_copied`` or ``take_digest`` returns. ``copied``: its snapshot
-        was begun just now, and its copy computes the digest.
+        was begun just now. On the host its copy computes the digest; a device does so long before it.
         """
-        self.digests.begin(step, self._taking if copied else None)
+        self.digests.begin(step, self._taking if copied and not self._on_device else None)
 
     def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
         """Make the server serve the fetched state in ``slot``, which was loaded."""

@@ -1,16 +1,19 @@
 """The digest of a gradient on its device, against plain integers, and the changes that it must notice."""
 
+import itertools
+import random
+
 import numpy as np
 import pytest
 import torch
 
-from fabric.client.gradients import gradient_backend
-from fabric.client.gradients.gradient_backend import DeviceDigest
+from fabric.ckpt_server.state import device_digest
+from fabric.ckpt_server.state.device_digest import DeviceDigest
 
 
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> DeviceDigest:
-    monkeypatch.setattr(gradient_backend, "BLOCK_WORDS", 8)
+    monkeypatch.setattr(device_digest, "BLOCK_WORDS", 16)
     return DeviceDigest(torch.device("cpu"))
 
 
@@ -19,49 +22,53 @@ def some_bytes(count: int, seed: int = 1) -> torch.Tensor:
 
 
 def name(digests: DeviceDigest, data: torch.Tensor) -> str:
-    return digests.name(digests.sums(data), data.numel())
+    return digests.name(digests.sums([data]), data.numel())
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 3, 4, 31, 32, 33, 64, 67, 200])
+@pytest.mark.parametrize("nbytes", [0, 1, 3, 4, 63, 64, 65, 128, 131, 700])
 def test_sums_are_those_of_plain_integers(digests: DeviceDigest, nbytes: int) -> None:
     data = some_bytes(nbytes)
     padded = data.numpy().tobytes() + bytes(-nbytes % 4)
     words = np.frombuffer(padded, "<i4").tolist()
     keys = digests._keys.tolist()
     expected = [
-        [sum(word * key for word, key in zip(words[at : at + 8], row, strict=False)) % 2**64 for row in keys]
-        for at in range(0, len(words), 8)
+        [sum(word * key for word, key in zip(words[at : at + 16], row, strict=False)) % 2**64 for row in keys]
+        for at in range(0, len(words), 16)
     ]
-    # the last word is a block of its own where the bytes do not fill it
-    if nbytes % 4 and nbytes > 4 and (nbytes // 4) % 8:
-        whole = nbytes // 4
-        first = whole // 8 * 8
-        expected[-1:] = [
-            [sum(w * k for w, k in zip(words[first:whole], row, strict=False)) % 2**64 for row in keys],
-            [words[whole] * row[0] % 2**64 for row in keys],
-        ]
-    assert [[value % 2**64 for value in row] for row in digests.sums(data).tolist()] == expected
+    assert [[value % 2**64 for value in row] for row in digests.sums([data]).tolist()] == expected
+
+
+def test_parts_have_the_sums_of_the_whole_wherever_it_is_cut(digests: DeviceDigest) -> None:
+    """A piece is 256 bytes here: parts are smaller, larger, and begin at any address."""
+    data = some_bytes(2000)
+    expected = digests.sums([data])
+    draw = random.Random(7)
+    for count in (1, 2, 3, 5, 20, 200):
+        cuts = sorted(draw.sample(range(1, 2000), count))
+        parts = [data[a:b] for a, b in itertools.pairwise([0, *cuts, 2000])]
+        assert torch.equal(digests.sums(parts), expected), cuts
+    assert torch.equal(digests.sums(list(data.split(256))), expected)
 
 
 def test_every_changed_bit_changes_both_sums(digests: DeviceDigest) -> None:
     data = some_bytes(70)
-    before = digests.sums(data)
+    before = digests.sums([data])
     for bit in range(70 * 8):
         changed = data.clone()
         changed[bit // 8] ^= 1 << (bit % 8)
-        assert (digests.sums(changed) != before).any(dim=0).all(), bit
+        assert (digests.sums([changed]) != before).any(dim=0).all(), bit
 
 
 def test_exchanged_words_and_blocks_and_other_lengths_have_other_digests(digests: DeviceDigest) -> None:
-    data = some_bytes(128)
-    words, blocks = data.view(16 * 2, 4), data.view(4, 32)
+    data = some_bytes(256)
+    words, blocks = data.view(16 * 4, 4), data.view(4, 64)
     others = [
-        words[[1, 0, *range(2, 32)]].reshape(-1),
+        words[[1, 0, *range(2, 64)]].reshape(-1),
         blocks[[1, 0, 2, 3]].reshape(-1),
         data[:-1],
         torch.cat([data, torch.zeros(4, dtype=torch.uint8)]),
-        torch.zeros(128, dtype=torch.uint8),
-        torch.zeros(132, dtype=torch.uint8),
+        torch.zeros(256, dtype=torch.uint8),
+        torch.zeros(260, dtype=torch.uint8),
     ]
     names = [name(digests, x) for x in (data, *others)]
     assert len(set(names)) == len(names) and all(len(x) == 32 for x in names)

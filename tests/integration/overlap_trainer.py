@@ -2,7 +2,7 @@
 which proves the overlap.
 
 ``OVERLAP``: ``plain``, ``ddp`` (with another bucket layout on every replica), or ``changed``, where the
-user's code changes a gradient after the last backward.
+user's code changes a gradient after the last backward. ``OVERLAP_DEVICE``: on a simulated device.
 """
 
 import functools
@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 
+import device_trainer
 import torch
 from pace import leave_time
 from tiny_trainer import Samples, build
@@ -58,8 +59,12 @@ def main() -> None:
     attaching = importlib.import_module("fabric.client.attach")
     attaching.FlatGradients = functools.partial(FlatGradients, bucket_bytes=BUCKET_BYTES)
     watch_the_exchange()
+    if "OVERLAP_DEVICE" in os.environ:
+        device_trainer.simulate()
     how, me = os.environ["OVERLAP"], os.environ["FABRIC_REPLICA"]
     inner, optimizer, scheduler = build(64)
+    device = os.environ.get("TINY_DEVICE", "cpu")
+    inner.to(device)
     model = wrapped(inner) if how == "ddp" else inner
     session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
     if how == "ddp":
@@ -90,7 +95,7 @@ def main() -> None:
         for x, y in step:
             print(f"computes {step.number}", flush=True)
             reduced.clear()
-            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
             step.backward(loss)
             if how == "changed" and step.number == CHANGED_AT and me == "r0":
                 next(inner.parameters()).grad.mul_(1.0)

@@ -91,9 +91,14 @@ def test_an_overflow_on_one_replica_is_skipped_by_all_together(zygote, tmp_path)
 # --- the exchange and backward at once ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["plain", "ddp"])
-def test_buckets_go_out_while_backward_runs_through_a_kill_and_a_join(zygote, tmp_path, how):
-    job = run(zygote, tmp_path, "overlap_trainer", OVERLAP=how, TINY_STEPS="40")
+ON_DEVICE = {"OVERLAP_DEVICE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("how", "where"), [("plain", {}), ("ddp", {}), ("plain", ON_DEVICE), ("ddp", ON_DEVICE)]
+)
+def test_buckets_go_out_while_backward_runs_through_a_kill_and_a_join(zygote, tmp_path, how, where):
+    job = run(zygote, tmp_path, "overlap_trainer", OVERLAP=how, TINY_STEPS="40", **where)
     check(job, 40)
     for replica in ("r0", "r1"):
         lines = (job.folder / f"{replica}.log").read_text().splitlines()
@@ -125,8 +130,9 @@ def test_a_retry_redoes_the_exchange_and_computes_again_only_what_was_not_retain
     assert computed(job, KILLED_AT - 1) == 6
 
 
-def test_a_gradient_that_is_changed_on_its_way_is_exchanged_again_as_it_is(zygote, tmp_path):
-    environment = {"TEST_TRAINER": "overlap_trainer", "OVERLAP": "changed", "TINY_STEPS": "20"}
+@pytest.mark.parametrize("where", [{}, ON_DEVICE])
+def test_a_gradient_that_is_changed_on_its_way_is_exchanged_again_as_it_is(zygote, tmp_path, where):
+    environment = {"TEST_TRAINER": "overlap_trainer", "OVERLAP": "changed", "TINY_STEPS": "20", **where}
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
         job.start_all()
         job.finish()

@@ -18,6 +18,7 @@ import torch
 
 from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
+from fabric.ftar.device.cuda import CudaEvent, CudaStream
 
 # Finds gradients that a loop keeps from one step to the next, or drops within a step, and refuses both.
 #
@@ -148,24 +149,27 @@ _NOTHING = contextlib.nullcontext()
 
 
 class BucketReadiness:
-    """The final buckets of one Compute order: the main thread marks them, the exchange thread waits."""
+    """The final buckets of one Compute order: backward's thread marks them, the exchange thread waits.
+
+    The gradients on a device are final once the events that come with the mark have happened.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._final: set[int] = set()
-        self._all = False
+        self._final: dict[int, tuple[CudaEvent, ...]] = {}
+        self._all: tuple[CudaEvent, ...] | None = None
         self._cause: str | None = None
 
-    def finish(self, bucket: Bucket) -> None:
+    def finish(self, bucket: Bucket, events: tuple[CudaEvent, ...]) -> None:
         """Mark ``bucket`` as final."""
         with self._changed:
-            self._final.add(bucket.begin)
+            self._final[bucket.begin] = events
             self._changed.notify_all()
 
-    def finish_all(self) -> None:
+    def finish_all(self, events: tuple[CudaEvent, ...] = ()) -> None:
         """Mark all buckets as final: backward has ended, so no parameter gets a further gradient."""
         with self._changed:
-            self._all = True
+            self._all = events if self._all is None else self._all
             self._changed.notify_all()
 
     def abort(self, why: str) -> None:
@@ -174,13 +178,14 @@ class BucketReadiness:
             self._cause = why
             self._changed.notify_all()
 
-    def wait(self, bucket: Bucket) -> None:
-        """Return when ``bucket`` is final. Raises RoundAborted."""
+    def wait(self, bucket: Bucket) -> tuple[CudaEvent, ...]:
+        """Return the events of ``bucket`` when it is final. Raises RoundAborted."""
         with self._changed:
-            while not (self._all or bucket.begin in self._final):
+            while (events := self._final.get(bucket.begin, self._all)) is None:
                 if self._cause is not None:
                     raise RoundAborted(self._cause)
                 self._changed.wait()
+            return events
 
 
 class Overlap:
@@ -198,6 +203,9 @@ class Overlap:
         self.without_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self.may_begin: Callable[[], bool] = lambda: True  # whether a replica may wait for this gradient
         self.stale: StaleGradients | None = None  # set where the user's loop has optimizers
+        # On a device: returns the stream of the calling thread, on which a gradient is accumulated.
+        self.stream_of_thread: Callable[[], CudaStream] | None = None
+        self._streams: dict[int, set[CudaStream]] = {}  # a bucket's begin -> streams that add to it
         self._parameters = [parameter for _, parameter in gradients.parameters]
         self._buckets = {id(p): bucket for bucket in gradients.buckets for _, p in bucket.parameters}
         self._announce = announce
@@ -249,6 +257,7 @@ class Overlap:
         self._missing = {}
         for bucket in self._buckets.values():
             self._missing[bucket.begin] = len(bucket.parameters)
+            self._streams[bucket.begin] = self._own_stream()
         self._versions.clear()
         self._changed = False
         self._running = True
@@ -262,7 +271,11 @@ class Overlap:
                 self._changed = True
             self._handed_over[id(p)] = p.grad
         assert self.stream is not None
-        self.stream.finish_all()
+        # torch lets this thread's stream wait for all streams of its backward.
+        self.stream.finish_all(tuple(stream.record() for stream in self._own_stream()))
+
+    def _own_stream(self) -> set[CudaStream]:
+        return {self.stream_of_thread()} if self.stream_of_thread is not None else set()
 
     def ready(self, parameter: torch.Tensor, version: bool = True) -> None:
         """Note that the gradient of ``parameter`` is final, if this is the last backward.
@@ -276,8 +289,10 @@ class Overlap:
             self._changed = True  # activation checkpointing may add to a parameter's gradient more than once
         if version and parameter.grad is not None:
             self._versions[id(parameter)] = parameter.grad._version  # noqa: SLF001
+        streams = self._streams[bucket.begin]
+        streams |= self._own_stream()
         if missing == 0 and self.stream is not None:
-            self.stream.finish(bucket)
+            self.stream.finish(bucket, tuple(stream.record() for stream in streams))
 
     def end_order(self) -> str:
         """End an order whose micro-batches are computed.

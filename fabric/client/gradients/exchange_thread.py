@@ -24,6 +24,7 @@ from fabric.client.process.step_clock import StepClock
 from fabric.client.process.worker import Worker
 from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients
+from fabric.ftar.device.cuda import CudaEvent
 from fabric.ftar.lanes import LaneDirectory, LanePlane
 from fabric.ftar.plane import DataPlane
 from fabric.ftar.reduce_ops import Reduction
@@ -279,12 +280,11 @@ class ExchangeThread:
         if order.weight == 0:
             self.backend.run(flat.zero_)
         for bucket in self._gradients.buckets:
-            if stream is not None:
-                stream.wait(bucket)
+            ready = stream.wait(bucket) if stream is not None else None
             if self._gradients.is_exchanged(bucket, order.step):
-                self._reduce(order, bucket, flat, entry)
+                self._reduce(order, bucket, flat, entry, ready)
             else:
-                self.backend.run(flat[bucket.gap : bucket.end].zero_)
+                self.backend.run(flat[bucket.gap : bucket.end].zero_, ready)
             self.backend.reduced(bucket)
         return self.backend.digest()
 
@@ -302,9 +302,8 @@ class ExchangeThread:
         if order.weight == 0:
             run(flat.zero_)
         for bucket in self._gradients.buckets if order.weight > 0 else ():
-            if stream is not None:
-                stream.wait(bucket)
-            run(partial(self._gather, order, bucket, flat))
+            ready = stream.wait(bucket) if stream is not None else None
+            run(partial(self._gather, order, bucket, flat), ready)
             self._free(bucket)
         lanes = self.lanes.get(epoch)
         sections = lanes.rank_lanes.sections
@@ -321,11 +320,16 @@ class ExchangeThread:
         return f"{lanes.name}{self.backend.parts_digest():016x}"
 
     def _reduce(
-        self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor, entry: ExchangeEntry
+        self,
+        order: io.StartExchange,
+        bucket: Bucket,
+        flat: torch.Tensor,
+        entry: ExchangeEntry,
+        ready: tuple[CudaEvent, ...] | None,
     ) -> None:
         with self._reducing(entry):
             if order.weight > 0:
-                self.backend.run(lambda: self._gather(order, bucket, flat))
+                self.backend.run(lambda: self._gather(order, bucket, flat), ready)
                 self._free(bucket)
             # The result is stable: later rounds write to the slot only after two more commits, or after an
             # abort.

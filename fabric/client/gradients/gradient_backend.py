@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from fabric.ckpt_server.format.manifest import bytes_digest
-from fabric.ckpt_server.state.device_digest import device_digest
+from fabric.ckpt_server.state.device_digest import BLOCK_BYTES, device_digest
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import Bucket, FlatGradients, NamedParameter
 from fabric.ftar.device.cuda import CudaDevice, CudaEvent
@@ -30,6 +30,7 @@ from fabric.ftar.process_group_plane import GroupPlane, NcclFactory
 from fabric.runtime.config import Settings
 
 _LEAST_CHUNK_BYTES = 64 * 1024
+_DIGESTED_BYTES = 8 * BLOCK_BYTES
 
 
 class HostBackend:
@@ -37,6 +38,8 @@ class HostBackend:
 
     ``DeviceBackend`` has the same methods. Where they name no other thread, the exchange thread calls them.
     """
+
+    stream_of_thread = None  # on a device: returns the stream of the calling thread's torch operations
 
     def __init__(self) -> None:
         self._slot = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -56,8 +59,8 @@ class HostBackend:
         self._parts = 0
         yield slot
 
-    def run(self, work: Callable[[], object]) -> None:
-        """Run torch operations on gradients and the flat buffer."""
+    def run(self, work: Callable[[], object], ready: tuple[CudaEvent, ...] | None = None) -> None:
+        """Run torch operations on gradients and the flat buffer, after ``ready`` on a device."""
         work()
 
     def reduced(self, bucket: Bucket) -> None:
@@ -116,9 +119,14 @@ class DeviceBackend:
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self._device = device
+        self.stream_of_thread = device.compute
         self._flat = device.memory(nbytes)
         self._stream, self._copies, self._checks = device.stream(), device.stream(), device.stream()
         self._digests = device_digest(self._flat.device)
+        self._reduced = self._digested = (
+            0  # so many bytes of the flat buffer have their result, or are digested
+        )
+        self._sums: list[torch.Tensor] = []
         self._parts: list[tuple[int, int]] = []  # bytes and seed of each digested lane
         self._part_sums: list[torch.Tensor] = []
         self._ready: CudaEvent | None = None
@@ -129,11 +137,12 @@ class DeviceBackend:
         self._copied_to = 0
 
     def mark_ready(self) -> None:
-        self._ready = self._device.compute().record()
+        self._ready = self.stream_of_thread().record()
 
     @contextmanager
     def round(self, slot: torch.Tensor) -> Iterator[torch.Tensor]:
         self._copied_to = 0
+        self._reduced, self._digested, self._sums = 0, 0, []
         self._parts, self._part_sums = [], []
         if self._copied is not None:
             self._stream.wait(self._copied)
@@ -145,21 +154,28 @@ class DeviceBackend:
             # Work of an aborted round may still be enqueued and write to the buffer.
             self._left = self._stream.record()
 
-    def run(self, work: Callable[[], object]) -> None:
-        """See ``HostBackend``. The work waits for the newest ``mark_ready``, so each bucket may have
-        one."""
-        if self._ready is not None:
-            self._stream.wait(self._ready)
+    def run(self, work: Callable[[], object], ready: tuple[CudaEvent, ...] | None = None) -> None:
+        """See ``HostBackend``. Without ``ready`` the work waits for the newest ``mark_ready``."""
+        for event in (self._ready,) if ready is None else ready:
+            if event is not None:
+                self._stream.wait(event)
         self._stream.run(work)
 
     def reduced(self, bucket: Bucket) -> None:
-        """Nothing: the whole buffer is digested at the end."""
+        """See ``HostBackend``. A few blocks are digested at once, because each time costs some kernels."""
+        if bucket.gap == self._reduced:
+            self._reduced = bucket.end
+            if bucket.end - self._digested >= _DIGESTED_BYTES:
+                self._digest(bucket.end // BLOCK_BYTES * BLOCK_BYTES)
 
     def digest(self) -> str:
-        sums: list[torch.Tensor] = []
-        self._stream.run(lambda: sums.append(self._digests.sums([self._flat])))
+        self._digest(self._flat.numel())
         self._stream.record().wait()
-        return self._digests.name(sums[0], self._flat.numel())
+        return self._digests.name(torch.cat(self._sums), self._flat.numel())
+
+    def _digest(self, end: int) -> None:
+        part, self._digested, sums = self._flat[self._digested : end], end, self._sums
+        self._stream.run(lambda: sums.append(self._digests.sums([part])))
 
     def digest_part(self, part: torch.Tensor, seed: int) -> None:
         data, sums = part.view(torch.uint8), self._part_sums

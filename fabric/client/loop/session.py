@@ -36,7 +36,6 @@ from fabric.client.data.loader import (
 from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.bucket_stream import Overlap, StaleGradients
-from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.loop.local_state import Handover, LocalState, LoopProgress, optimizers_in
 from fabric.client.loop.loop_orders import FIRST_S, LoopOrder, LoopOrders, WaitLogger, describe_wait
 from fabric.client.loop.loop_source import check_exchange_loop, check_source
@@ -138,15 +137,15 @@ class Session(LoopCalls):
         self.overlap = Overlap(
             gradients,
             lambda step, weight: self._engine.post(io.Streaming(step, weight)),
-            # Overlap needs one rank (several would have to begin together) and the host (on a device every
-            # bucket needs an event). Averaged buffers, and a single bucket, are final only after backward.
+            # Overlap needs one rank: several would have to begin together. Averaged buffers, and a single
+            # bucket, are final only after backward.
             wanted=settings.retain_gradients
             and process.group is None
             and len(gradients.buckets) > 1
-            and isinstance(parts.exchange.backend, HostBackend)
             and not (parts.buffers.stand_ins or parts.own_states.stand_ins),
         )
         self.overlap.may_begin = self._engine.may_be_asked
+        self.overlap.stream_of_thread = parts.exchange.backend.stream_of_thread
         self._process = process
         self.handover = Handover(parts, self._state)
         self.randomness = self.handover.randomness

@@ -11,7 +11,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,12 +60,12 @@ class CudaEvent:
         self.event.synchronize()
 
 
+@dataclass(frozen=True, slots=True)
 class CudaStream:
     """A queue of work that the device runs in order, while the host goes on."""
 
-    def __init__(self, stream: Any, watcher: "_Watcher") -> None:
-        self.stream = stream
-        self._watcher = watcher
+    stream: Any
+    watcher: "_Watcher" = field(compare=False)
 
     def run(self, work: Callable[[], object]) -> None:
         """Enqueue the torch operations that ``work`` calls: copies and arithmetic into tensors that exist.
@@ -83,7 +83,7 @@ class CudaStream:
         """Return the event that completes with all work enqueued so far."""
         event = _cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
         self.stream.record_event(event)
-        return CudaEvent(event, self._watcher)
+        return CudaEvent(event, self.watcher)
 
 
 class CudaDevice:

@@ -5,12 +5,16 @@
 With one replica the peer is a plain loop. With two replicas, which share the GPU, the peer is DDP on gloo:
 NCCL refuses two members on one GPU. Both sides run in the same processes, in turns of some steps. Ours is a
 session with its defaults: snapshots, digests, the commit and the published gradients.
+
+The last figure is the part of an exchange of two replicas that backward hides. A step without overlap is
+longer than a step without an exchange by the whole exchange, one with overlap by what stays visible of it.
 """
 
 import contextlib
 import itertools
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +66,7 @@ class Ours:
 
     def __init__(self, rows: torch.Tensor, micro_batches: int, until: int) -> None:
         self._rows, self.model_and_optimizer = rows, build()
-        self._session = fabric.client.attach(*self.model_and_optimizer)
+        self._session: Any = fabric.client.attach(*self.model_and_optimizer)
         data = self._session.loader(Numbers(), global_batch_size=micro_batches, micro_batch_size=1, seed=5)
         self._steps: Iterator[Any] = self._session.steps(data, until=until)
 
@@ -77,6 +81,13 @@ class Ours:
 
     def __call__(self) -> None:
         self._run(next(self._steps))
+
+    def exposed(self) -> None:
+        """A step whose exchange begins after backward."""
+        overlap = self._session.overlap
+        overlap.may_begin, may_begin = lambda: False, overlap.may_begin
+        self()
+        overlap.may_begin = may_begin
 
     def close(self) -> int:
         members = len(self._session.members)
@@ -131,7 +142,8 @@ def member() -> None:
     world = int(os.environ["FABRIC_REPLICAS"])
     micro_batches = int(os.environ["BENCHMARK_MICRO_BATCHES"])
     rows = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
-    ours = Ours(rows, world * micro_batches, (ROUNDS + WARM_UP) * STEPS + 1)
+    hides = "BENCHMARK_HIDES" in os.environ
+    ours = Ours(rows, world * micro_batches, (1 + hides) * (ROUNDS + WARM_UP) * STEPS + 1)
     if world > 1:
         distributed.init_process_group(
             "gloo",
@@ -139,16 +151,20 @@ def member() -> None:
             rank=int(os.environ["FABRIC_REPLICA"][1:]),
             world_size=world,
         )
-    sides: dict[str, Callable[[], None]] = {"ours": ours, "theirs": Theirs(rows, micro_batches, world)}
+    sides: dict[str, Callable[[], None]] = {"ours": ours}
+    if hides:
+        sides |= {"exposed": ours.exposed, "alone": Theirs(rows, micro_batches, 1)}
+    else:
+        sides["theirs"] = Theirs(rows, micro_batches, world)
     longest: dict[str, list[float]] = {side: [] for side in sides}
     measured = interleave({name: turn_of(side, world, longest[name]) for name, side in sides.items()}, ROUNDS)
     found = {"measured": measured, "longest": longest, "members": ours.close()}
     Path(os.environ["BENCHMARK_OUT"]).write_text(json.dumps(found))
 
 
-def compare(world: int, micro_batches: int) -> dict[str, float]:
-    """Run one job; return our time over theirs, of a step in the middle and of a turn's longest step."""
-    environment = {"BENCHMARK_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+def run(world: int, micro_batches: int, **more: str) -> dict[str, Any]:
+    """Run one job; return what r0 has measured."""
+    environment = {"BENCHMARK_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", **more}
     environment["BENCHMARK_MICRO_BATCHES"] = str(micro_batches)
     with Fleet(__file__, world, environment) as fleet:
         for rank in range(world):
@@ -156,13 +172,19 @@ def compare(world: int, micro_batches: int) -> dict[str, float]:
         found = fleet.results(LIMIT_S)["r0"]
         if found["members"] != world:
             fleet.fail(f"the job ran with {found['members']} of {world} replicas")
-    measured = found["measured"]
-    for side, times in measured.items():
+    for side, times in found["measured"].items():
         longest = max(found["longest"][side][WARM_UP:])
         say(
             f"{world} replicas, {micro_batches} micro-batches, {side}: {describe(times)} per step, "
             f"longest {longest:.3f} s"
         )
+    return found
+
+
+def compare(world: int, micro_batches: int) -> dict[str, float]:
+    """Return our time over theirs, of a step in the middle and of a turn's longest step."""
+    found = run(world, micro_batches)
+    measured = found["measured"]
     ours, theirs = (found["longest"][side][WARM_UP:] for side in ("ours", "theirs"))
     return {
         f"step_ratio_{world}_{micro_batches}": paired(measured["ours"], measured["theirs"]),
@@ -170,9 +192,17 @@ def compare(world: int, micro_batches: int) -> dict[str, float]:
     }
 
 
+def hidden() -> float:
+    """Return the part of an exchange that two replicas hide behind a backward of one micro-batch each."""
+    measured = run(2, 1, BENCHMARK_HIDES="1")["measured"]
+    ours, exposed, alone = (statistics.median(measured[side]) for side in ("ours", "exposed", "alone"))
+    return (exposed - ours) / (exposed - alone)
+
+
 def steps() -> dict[str, float]:
     """Return the figures of all cases."""
-    return {name: value for case in CASES for name, value in compare(*case).items()}
+    found = {name: value for case in CASES for name, value in compare(*case).items()}
+    return {**found, "overlap_hides": hidden()}
 
 
 def main() -> None:

@@ -141,3 +141,29 @@ def test_a_job_on_one_gpu_loses_a_member_and_ends_bitwise_equal(zygote, tmp_path
         job.start_all({"r1": "ring@12=kill"})
         finish_and_check(job)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}, job.logs()
+
+
+def test_buckets_go_out_while_backward_runs_on_one_gpu(zygote, tmp_path):
+    """Backward waits on the host in its midst for the first bucket's result."""
+    from test_failures import check
+    from test_ways_in import run
+
+    job = run(zygote, tmp_path, "overlap_trainer", OVERLAP="plain", TINY_STEPS="40", TINY_DEVICE="cuda")
+    check(job, 40)
+    for replica in ("r0", "r1"):
+        lines = (job.folder / f"{replica}.log").read_text().splitlines()
+        overlapped = [line for line in lines if line.startswith("overlapped")]
+        assert len(overlapped) > 10 and set(overlapped) == {"overlapped True"}, replica
+
+
+def test_the_kernel_of_triton_makes_the_sums_of_torch():
+    from fabric.ckpt_server.state.device_digest import device_digest
+    from fabric.ckpt_server.state.triton_sums import triton_sums
+
+    here, host = device_digest(CudaDevice().device), device_digest(torch.device("cpu"))
+    assert here._sums is triton_sums
+    for nbytes in (1, 4, 16383, 8 << 20, (8 << 20) + 3, (96 << 20) + 5):
+        data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+        assert torch.equal(here.sums([data]).cpu(), host.sums([data.cpu()])), nbytes
+        parts = list(data.split([nbytes // 3, nbytes - nbytes // 3]))  # the second is not aligned to words
+        assert torch.equal(here.sums(parts), here.sums([data])), nbytes

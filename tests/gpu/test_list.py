@@ -20,7 +20,10 @@ LAST_PASS = {
     "test_gpu.py::test_nccl_refuses_two_members_on_one_gpu_and_the_round_is_aborted": "2026-11-26",
     "test_gpu.py::test_nccl_between_gpus": NEVER,
     "test_gpu.py::test_a_job_on_one_gpu_loses_a_member_and_ends_bitwise_equal": "2026-11-26",
+    "test_gpu.py::test_buckets_go_out_while_backward_runs_on_one_gpu": NEVER,
+    "test_gpu.py::test_the_kernel_of_triton_makes_the_sums_of_torch": NEVER,
     "test_gpu_snapshot.py::test_cuda_snapshot_while_the_optimizer_goes_on": "2026-11-26",
+    "test_gpu_snapshot.py::test_a_digest_on_the_gpu_is_that_of_its_boundary": NEVER,
 }
 
 

@@ -181,12 +181,16 @@ class FlatGradients:
 
     @torch.no_grad()
     def first_nonfinite(self, buffer: torch.Tensor) -> str:
-        """Name the model's first parameter with an infinity or NaN in ``buffer``; empty for none."""
+        """Name the model's first parameter with an infinity or NaN in ``buffer``; empty for none.
+
+        Waits once for a device, unless there may be one.
+        """
         nonfinite: set[str] = set()
-        for bucket in self.buckets:
-            # A sum that is not finite has such an element, or the sum has overflowed: then check each tensor.
-            wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-            if math.isfinite(bucket.view(buffer).sum(dtype=wide).item()):
+        # A sum that is not finite has such an element, or the sum has overflowed: then check each tensor.
+        wide = {bucket.dtype: torch.promote_types(bucket.dtype, torch.float32) for bucket in self.buckets}
+        sums = [bucket.view(buffer).sum(dtype=wide[bucket.dtype]).double() for bucket in self.buckets]
+        for bucket, total in zip(self.buckets, torch.stack(sums).tolist() if sums else [], strict=True):
+            if math.isfinite(total):
                 continue
             for (name, _), (view, _) in zip(bucket.parameters, bucket.views(buffer), strict=True):
                 if name not in self.of_one and not bool(torch.isfinite(view).all()):
@@ -195,13 +199,15 @@ class FlatGradients:
 
     @torch.no_grad()
     def first_nonfinite_own(self) -> str:
-        """Name the first parameter whose own gradient, before the sum, has an infinity or NaN."""
-        for name, parameter in self.parameters:
-            if name in self.of_one:
-                continue
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                return name
-        return ""
+        """Name the first parameter whose own gradient, before the sum, has an infinity or NaN.
+
+        Waits once for a device, unless there may be one.
+        """
+        own = {name: p.grad for name, p in self.parameters if p.grad is not None and name not in self.of_one}
+        norm = torch.nn.utils.get_total_norm([_local(gradient) for gradient in own.values()])
+        if math.isfinite(norm.item()):
+            return ""
+        return next((name for name, x in own.items() if not bool(torch.isfinite(x).all())), "")
 
     @torch.no_grad()
     def scatter(self, buffer: torch.Tensor, weight: float, absent: Collection[str] | None = None) -> None:

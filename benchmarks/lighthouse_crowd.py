@@ -233,15 +233,7 @@ class MemberConnection(asyncio.Protocol):
 
     def write(self, body: bytes) -> None:
         assert self.transport is not None
-        size = len(body)
-        # The WebSocket standard requires masked frames from clients; this mask is zero.
-        if size < 126:
-            head = struct.pack(">BBI", 0x81, 0x80 | size, 0)
-        elif size < 65536:
-            head = struct.pack(">BBHI", 0x81, 0xFE, size, 0)
-        else:
-            head = struct.pack(">BBQI", 0x81, 0xFF, size, 0)
-        self.transport.write(head + body)
+        self.transport.write(frame_of(body))
 
     def introduce(self) -> None:
         """Say the first message of the session."""
@@ -333,6 +325,18 @@ class MemberConnection(asyncio.Protocol):
             have=(self.number,) if ran else (),
             round_lacked=(),
         )
+
+
+def frame_of(body: bytes, kind: int = 0x81) -> bytes:
+    """A client's frame: the WebSocket standard requires a mask, and this one is zero."""
+    size = len(body)
+    if size < 126:
+        head = struct.pack(">BBI", kind, 0x80 | size, 0)
+    elif size < 65536:
+        head = struct.pack(">BBHI", kind, 0xFE, size, 0)
+    else:
+        head = struct.pack(">BBQI", kind, 0xFF, size, 0)
+    return head + body
 
 
 def frame_at(data: bytes, at: int) -> tuple[int, int, bytes] | None:

@@ -15,14 +15,13 @@ import json
 import os
 import re
 import resource
-import struct
 import sys
 import time
 from array import array
 from dataclasses import replace
 
 import uvloop
-from lighthouse_crowd import MemberConnection, SessionCrowd, answer, frame_at
+from lighthouse_crowd import MemberConnection, SessionCrowd, answer, frame_at, frame_of
 
 from fabric.model import RankAddress
 from fabric.protocol.messages import network as m
@@ -30,7 +29,7 @@ from fabric.protocol.messages import wire
 
 SLICES = 100  # the statuses of a period are spread over this many instants
 PERIOD_S = 0.25  # this and the next number equal those of fabric/ckpt_server/server/trainer_status.py
-LONGEST_PERIOD_S = 1.0
+LONGEST_PERIOD_S = 1.0  # also before the lighthouse has said how often
 OPEN_S = 180.0
 DIALS = 256
 AGAIN_S = 1.0
@@ -80,7 +79,7 @@ class HostCrowd(SessionCrowd):
         self.status_head = self.head.replace(
             f"/session?replicas={self.total // 2}:{self.total}".encode(), b"/trainer-status"
         )
-        self.period_s = PERIOD_S
+        self.period_s = LONGEST_PERIOD_S
         self.notices: dict[int, array[float]] = {}  # epoch -> the time when each host got its notice
         self.servers = [
             ServerConnection(self, i, host, number)
@@ -147,9 +146,13 @@ class HostCrowd(SessionCrowd):
         at = time.monotonic()
         session.transport.abort()
         for server in self.servers:
-            if server.replica == number and server.host == 1 and server.transport is not None:
+            if server.replica != number or server.transport is None:
+                continue
+            if server.host == 1:
                 server.is_killed = True
                 server.transport.abort()
+            else:
+                server.tell()  # a change is told at once
         return at
 
     def host_state(self) -> dict[str, object]:
@@ -178,19 +181,21 @@ class ServerConnection(asyncio.Protocol):
     def __init__(self, crowd: HostCrowd, replica: int, host: int, number: int) -> None:
         self.crowd, self.replica, self.host = crowd, replica, host
         shape = crowd.shape
-        self.rank = host * shape["ranks"] + number * shape["ranks"] // shape["servers"]
+        first = host * shape["ranks"] + number * shape["ranks"] // shape["servers"]
+        self.ranks = range(first, first + shape["ranks"] // shape["servers"])
         self.transport: asyncio.Transport | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.buffer, self.number = b"", 0
         self.was_open = self.is_killed = False
-        self.ckpt = crowd.addresses[replica][self.rank].ckpt if self.rank else ""
+        self.said = ""  # the state of the trainers that was told last; empty: nothing is understood yet
+        self.takes_unchanged = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
         transport.write(self.crowd.status_head)  # type: ignore[attr-defined]
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.transport, self.buffer = None, b""
+        self.transport, self.buffer, self.said, self.takes_unchanged = None, b"", "", False
         if self.was_open and not self.is_killed:
             self.crowd.lost.append(f"host {self.host} of {self.crowd.names[self.replica]}: {error}")
         if not self.ready.done():
@@ -214,13 +219,15 @@ class ServerConnection(asyncio.Protocol):
         at, now = 0, time.monotonic()
         while (frame := frame_at(data, at)) is not None:
             at, code, body = frame
-            if code == 1 and (found := _EPOCH.search(body)):
-                self.crowd.notices.setdefault(int(found[1]), array("d")).append(now)
+            if code == 1:
+                if found := _EPOCH.search(body):
+                    self.crowd.notices.setdefault(int(found[1]), array("d")).append(now)
                 every = _EVERY.search(body)
                 asked_s = float(every[1]) if every else 0.0
+                self.takes_unchanged |= b'"StatusTerms"' in body
                 self.crowd.period_s = max(PERIOD_S, min(asked_s, LONGEST_PERIOD_S))
             elif code == 9 and self.transport is not None:  # a ping
-                self.transport.write(struct.pack(">BBI", 0x8A, 0x80 | len(body), 0) + body)
+                self.transport.write(frame_of(body, 0x8A))
             elif code == 8:
                 self.crowd.refused.append(body[2:].decode(errors="replace"))
         self.buffer = data[at:]
@@ -230,17 +237,25 @@ class ServerConnection(asyncio.Protocol):
             return
         self.number += 1
         self.crowd.statuses += 1
-        status = m.TrainerStatus(
-            replica=self.crowd.names[self.replica],
-            incarnation=self.crowd.sessions[self.crowd.names[self.replica]].incarnation,
-            trainer="gone" if self.replica in self.crowd.gone else "running",
-            number=self.number,
-            ckpt=self.ckpt,
-            rank=self.rank,
+        trainer = "gone" if self.replica in self.crowd.gone else "running"
+        before, self.said = self.said, trainer
+        unchanged = self.takes_unchanged and before == trainer
+        body = wire.encode(m.StatusUnchanged(self.number) if unchanged else self.statuses(trainer))
+        self.transport.write(frame_of(body))
+
+    def statuses(self, trainer: str) -> m.ServerStatus:
+        """The statuses of all ranks of this server."""
+        replica = self.crowd.names[self.replica]
+        incarnation = self.crowd.sessions[replica].incarnation
+        addresses = self.crowd.addresses[self.replica]
+        return m.ServerStatus(
+            tuple(
+                m.TrainerStatus(
+                    replica, incarnation, trainer, self.number, addresses[k].ckpt if k else "", rank=k
+                )
+                for k in self.ranks
+            )
         )
-        body = wire.encode(status)
-        size = len(body)
-        self.transport.write(struct.pack(">BBHI", 0x81, 0xFE, size, 0) + body)
 
 
 class LauncherConnection(asyncio.Protocol):

@@ -14,7 +14,13 @@ from aiohttp import web
 from server_support import ROOT, TOKEN, TrainerProcess, end, wait_for
 
 from fabric.protocol.messages import wire
-from fabric.protocol.messages.network import HeartbeatAck, ServerStatus, TrainerStatus
+from fabric.protocol.messages.network import (
+    HeartbeatAck,
+    ServerStatus,
+    StatusTerms,
+    StatusUnchanged,
+    TrainerStatus,
+)
 from fabric.runtime.http.http_service import bearer_required, errors_as_json, serve
 
 _DEADLINE_S = 30.0
@@ -181,6 +187,41 @@ async def test_a_wrong_token_is_logged_once_and_the_server_serves_on(run_dir, tm
         await asyncio.to_thread(process.do, "publish", slot=0, nbytes=1000, step=1)
         assert not one.statuses
         assert log.read_text().count("is interrupted") == 1
+
+
+async def test_what_has_not_changed_is_said_in_few_bytes_where_the_lighthouse_understands_it(run_dir):
+    heard: asyncio.Queue[TrainerStatus | StatusUnchanged] = asyncio.Queue()
+    terms = wire.encode(StatusTerms(0.25)).decode()
+
+    async def status(request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            if message.type is aiohttp.WSMsgType.TEXT:
+                heard.put_nowait(wire.decode(message.data))
+                await socket.send_str(terms)
+        return socket
+
+    async def until(condition: Callable[[TrainerStatus | StatusUnchanged], bool]) -> None:
+        async with asyncio.timeout(_DEADLINE_S):
+            while not condition(await heard.get()):
+                pass
+
+    app = web.Application()
+    app.router.add_get("/v1/jobs/{job}/trainer-status", status)
+    runner, port = await serve(app, "127.0.0.1", 0, shutdown_s=0.2)
+    try:
+        async with trainer(run_dir, lighthouse=[f"http://127.0.0.1:{port}"]) as process:
+            await until(lambda x: isinstance(x, TrainerStatus) and x.trainer == "running")
+            await until(lambda x: isinstance(x, StatusUnchanged))
+            await asyncio.to_thread(process.do, "publish", slot=0, nbytes=1000, step=7)
+            await until(lambda x: isinstance(x, TrainerStatus) and [s.step for s in x.snapshots] == [7])
+            await until(lambda x: isinstance(x, StatusUnchanged))  # although the snapshot grows older
+            process.signal(signal.SIGSTOP)
+            await until(lambda x: isinstance(x, TrainerStatus) and x.trainer == "stopped")
+            process.signal(signal.SIGCONT)
+    finally:
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize("reply", ["x" * 100_000, "\x00nonsense"])

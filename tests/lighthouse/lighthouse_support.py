@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -242,10 +242,14 @@ class WireStatus:
         status = m.TrainerStatus(self.replica, incarnation, trainer, self.number, url, **more)
         await self.socket.send_str(wire.encode(status).decode())
 
-    async def keep_beating(self, trainer: str = "running") -> None:
+    async def say_unchanged(self) -> None:
+        self.number += 1
+        await self.socket.send_str(wire.encode(m.StatusUnchanged(self.number)).decode())
+
+    async def keep_beating(self, say: Callable[[], Awaitable[None]] | None = None) -> None:
         """Send statuses until cancelled, as a real checkpoint server does."""
         while True:
-            await self.beat(trainer)
+            await (say or self.beat)()
             await asyncio.sleep(0.05)
 
 

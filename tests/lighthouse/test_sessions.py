@@ -94,12 +94,14 @@ async def test_silence_of_session_and_status_is_death_too(lighthouse, http, job)
     await close_all([members[0], members[2]])
 
 
-async def test_a_member_whose_trainer_runs_may_reconnect(lighthouse, http, job):
+@pytest.mark.parametrize("says", ["all", "that nothing has changed"])
+async def test_a_member_whose_trainer_runs_may_reconnect(lighthouse, http, job, says):
     """A cut session evicts no member while the status says that its trainer runs: the epoch stays."""
     members = await start_job(http, lighthouse.url, job=job)
     status = await WireStatus(http, lighthouse.url, "r1", job).open()
     await status.beat()
-    beating = asyncio.create_task(status.keep_beating())
+    assert isinstance(wire.decode((await status.socket.receive(10)).data), m.StatusTerms)
+    beating = asyncio.create_task(status.keep_beating(status.beat if says == "all" else status.say_unchanged))
     members[1].cut()
 
     async def is_away() -> bool:
@@ -263,6 +265,13 @@ async def test_a_malformed_trainer_status_is_refused(lighthouse, http, job, chan
     await socket.send_str(json.dumps({**body, **change}))
     assert isinstance(wire.decode((await socket.receive(10)).data), m.Rejected)
     assert (await closing(socket))[0] == MALFORMED
+
+
+async def test_a_server_that_has_said_nothing_cannot_say_that_nothing_changed(lighthouse, http, job):
+    status = await WireStatus(http, lighthouse.url, "r0", job).open()
+    await status.say_unchanged()
+    assert isinstance(wire.decode((await status.socket.receive(10)).data), m.Rejected)
+    assert (await closing(status.socket))[0] == MALFORMED
 
 
 async def test_a_checkpoint_server_speaks_for_one_replica(lighthouse, http, job):

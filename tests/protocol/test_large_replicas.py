@@ -1,12 +1,13 @@
 """Replicas of 8,192 ranks: no event may cost work for every rank, and no message may be too long."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.connections.validation import MOST_BYTES, decode_session
-from fabric.model import Base, Member, Policy, RankAddress, Record
+from fabric.model import Base, Member, Policy, RankAddress, Record, SnapshotRef
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.leader.liveness import Liveness, LivenessConfig
 from fabric.protocol.leader.server_statuses import ServerStatuses
@@ -90,6 +91,49 @@ def test_a_status_costs_the_leader_no_look_at_every_rank(monkeypatch):
         leader.next_deadline()
     leader.handle(le.LeaderTick(), 2.0)
     assert looks < 512
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_leader_that_is_told_that_nothing_changed_decides_as_one_that_is_told_all(seed):
+    """Two servers of a replica say their statuses to one leader, and to another what has changed."""
+    drawn, ranks = random.Random(seed), 3
+    told, spared = leader_of(2, ranks), leader_of(2, ranks)
+    said: dict[str, m.TrainerStatus] = {}
+    said_at: dict[str, float] = {}
+    unchanged, now = 0, 1.0
+    for _ in range(150):
+        now += drawn.choice((0.05, 0.2, 0.5, 1.2))
+        rank, incarnation = drawn.randrange(ranks), drawn.choice((1, 1, 1, 2))
+        ckpt = f"http://host{drawn.choice((1, 1, 2))}:1#{rank}"
+        trainer = drawn.choice(("running",) * 6 + ("stopped", "gone"))
+        held = drawn.choice(((), (SnapshotRef(1, 5, "d"),)))
+        status = m.TrainerStatus(
+            "r0", incarnation, trainer, 1, ckpt, held, rank=rank, ages_s=(0.5,) * len(held)
+        )
+        if drawn.random() < 0.6 and ckpt in said:
+            status, ago_s = said[ckpt], now - said_at[ckpt]
+            unchanged += 1
+            aged = replace(status, ages_s=tuple(age_s + ago_s for age_s in status.ages_s))
+            events: tuple[le.Event, le.Event] = (
+                le.TrainerStatusSeen(aged),
+                le.StatusesUnchanged((status,), (ago_s,)),
+            )
+        elif drawn.random() < 0.1 and ckpt in said:
+            if drawn.random() < 0.5:  # else another connection of this server goes on
+                del said[ckpt]
+            events = (le.TrainerStatusClosed("r0", ckpt, rank),) * 2
+        else:
+            said[ckpt], said_at[ckpt] = status, now
+            events = (le.TrainerStatusSeen(status),) * 2
+        effects = [leader.handle(event, now) for leader, event in zip((told, spared), events, strict=True)]
+        assert effects[0] == effects[1]
+        assert told.next_deadline() == spared.next_deadline()
+        for server in (told.state.liveness.servers, spared.state.liveness.servers):
+            for table in (*server.counting.values(), *server.elsewhere.values()):
+                for last in table.values():
+                    last.taken = tuple(round(x, 6) for x in last.taken)
+        assert told.state.liveness.servers == spared.state.liveness.servers
+    assert unchanged > 40
 
 
 def test_a_leader_plans_for_many_ranks_as_for_many_members():

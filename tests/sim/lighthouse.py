@@ -1,6 +1,7 @@
 """A lighthouse process: takes part in elections, drives the leader core while it leads, serves sessions."""
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from sim.clockwork import Clockwork, Process
@@ -31,6 +32,7 @@ class Lighthouse(Process):
         self.lease_end = 0.0  # the end of my lease by my own clock
         self.sessions: dict[str, tuple[int, Connection]] = {}  # replica -> incarnation, connection
         self.statuses: dict[tuple[str, str, int], Connection] = {}
+        self._said: dict[Connection, tuple[m.TrainerStatus, float]] = {}  # the last status, and when it came
         # the session whose first message is under way
         self._opening: tuple[str, int, Connection] | None = None
         self._armed: float | None = None
@@ -99,6 +101,7 @@ class Lighthouse(Process):
             connection.close(1, "not the leader")
         self.sessions.clear()
         self.statuses.clear()
+        self._said.clear()
 
     def holds(self) -> bool:
         """Return before every act of a leader whether its lease surely still holds."""
@@ -116,7 +119,7 @@ class Lighthouse(Process):
         try:
             while self._inbox and self.core is not None:
                 event = self._inbox.pop(0)
-                if not isinstance(event, io.TrainerStatusSeen | io.LeaderTick):
+                if not isinstance(event, io.TrainerStatusSeen | io.StatusesUnchanged | io.LeaderTick):
                     self.clockwork.show(self.name, "<", event)
                 for effect in self.core.handle(event, self.clock()):
                     if self.core is not None:
@@ -260,9 +263,16 @@ class Lighthouse(Process):
             return
         status = cast(m.TrainerStatus, decode(data))
         self.statuses[status.replica, status.ckpt, status.rank] = connection
+        said, said_at = self._said.get(connection, (None, 0.0))
+        if said is not None and replace(said, number=status.number, ages_s=status.ages_s) == status:
+            # As a real server does, this one says that nothing has changed.
+            self.feed(io.StatusesUnchanged((said,), (self.clock() - said_at,)))
+            return
+        self._said[connection] = status, self.clock()
         self.feed(io.TrainerStatusSeen(status))
 
     def on_status_closed(self, connection: Connection) -> None:
+        self._said.pop(connection, None)
         for (replica, ckpt, rank), known in list(self.statuses.items()):
             if known is connection:
                 del self.statuses[replica, ckpt, rank]

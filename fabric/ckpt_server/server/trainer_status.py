@@ -1,4 +1,5 @@
 """Reports the trainers' statuses to the lighthouse every quarter of a second (in large jobs once a second).
+A report says in few bytes that nothing has changed.
 
 The trainer's own heartbeats stop when C code holds the interpreter's lock, when the trainer is stopped, and
 when it is killed. The checkpoint server is small and rarely busy, so its status is a second source of
@@ -12,14 +13,20 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from urllib.parse import quote
 
 import aiohttp
 
 from fabric.errors import ProtocolError, Unreachable
-from fabric.protocol.messages.network import EpochNotice, ServerStatus, TrainerStatus
+from fabric.protocol.messages.network import (
+    EpochNotice,
+    ServerStatus,
+    StatusTerms,
+    StatusUnchanged,
+    TrainerStatus,
+)
 from fabric.protocol.messages.wire import decode, encode
 from fabric.runtime.http.http_service import come_back_s
 from fabric.runtime.http.lighthouse_client import LighthouseDialer
@@ -68,7 +75,7 @@ class StatusSender:
         self._chance = chance
         self._dialer = LighthouseDialer(urls, token, tls or Tls(), _CONNECT_S)
         self._number = 0
-        self._every_s = 0.0
+        self._every_s, self._takes_unchanged = _MOST_EVERY_S, False  # until the lighthouse says otherwise
         self._said = ""
         self._at = ""
         self._problem = ""
@@ -96,6 +103,7 @@ class StatusSender:
                         )
                     try:
                         self._at, self._problem = self._dialer.at, ""
+                        self._every_s, self._takes_unchanged = _MOST_EVERY_S, False
                         await self._beat(socket)
                     finally:
                         self._at = ""
@@ -119,14 +127,17 @@ class StatusSender:
         """Send trainer statuses on ``socket`` until it ends."""
         replies = asyncio.create_task(_listen(socket, self._hear))
         loop = asyncio.get_running_loop()
+        told: TrainerStatus | ServerStatus | None = None
         try:
             while not replies.done():
                 due = loop.time() + max(_PERIOD_S, self._every_s)
                 self._vitals.changed.clear()
                 self._number += 1
-                message = encode(self._vitals.compose(self._number)).decode()
+                status = self._vitals.compose(self._number)
+                before, told = told, _lasting(status)
+                says = StatusUnchanged(self._number) if self._takes_unchanged and told == before else status
                 async with asyncio.timeout(_SEND_S):
-                    await socket.send_str(message)
+                    await socket.send_str(encode(says).decode())
                 self._said = ""
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(due):
@@ -135,10 +146,13 @@ class StatusSender:
             replies.cancel()
             await asyncio.wait({replies})
 
-    def _hear(self, notice: EpochNotice) -> None:
-        """Take an epoch notice; it sets the period of statuses, which is longer in large jobs."""
+    def _hear(self, notice: EpochNotice | StatusTerms) -> None:
+        """Take a notice or the terms; both set the period of statuses, which is longer in large jobs."""
         self._every_s = min(notice.every_s, _MOST_EVERY_S)
-        self._vitals.heard(notice)
+        if isinstance(notice, EpochNotice):
+            self._vitals.heard(notice)
+        else:
+            self._takes_unchanged = True
 
     def _say(self, why: str) -> None:
         """Log ``why`` unless it is the reason that was logged last."""
@@ -148,10 +162,19 @@ class StatusSender:
             log.warning("the status connection to %s is interrupted: %s", self._dialer.at, why)
 
 
-async def _listen(socket: aiohttp.ClientWebSocketResponse, heard: Callable[[EpochNotice], None]) -> None:
-    """Pass on epoch notices until the connection ends; ignore messages of newer lighthouses."""
+def _lasting(status: TrainerStatus | ServerStatus) -> TrainerStatus | ServerStatus:
+    """Return the status without its number and without ages, which grow by themselves."""
+    if isinstance(status, ServerStatus):
+        return ServerStatus(tuple(replace(x, number=0, ages_s=()) for x in status.statuses))
+    return replace(status, number=0, ages_s=())
+
+
+async def _listen(
+    socket: aiohttp.ClientWebSocketResponse, heard: Callable[[EpochNotice | StatusTerms], None]
+) -> None:
+    """Pass on epoch notices and terms until the connection ends; ignore messages of newer lighthouses."""
     async for message in socket:
         with contextlib.suppress(ProtocolError):
             notice = decode(message.data) if message.type is aiohttp.WSMsgType.TEXT else None
-            if isinstance(notice, EpochNotice):
+            if isinstance(notice, EpochNotice | StatusTerms):
                 heard(notice)

@@ -20,7 +20,7 @@ from aiohttp import web
 from fabric.errors import FabricError, ProtocolError
 from fabric.model import Record
 from fabric.protocol.messages import wire
-from fabric.protocol.messages.network import EpochNotice, HeartbeatAck, LeaderMessage
+from fabric.protocol.messages.network import EpochNotice, HeartbeatAck, LeaderMessage, StatusTerms
 from fabric.protocol.rules.layout_text import known_layout, layout_summary
 
 # Fabric's close codes; 1008 is the standard's "policy violation", used for a message that is not valid.
@@ -82,10 +82,15 @@ def text_frame(text: str) -> bytes:
 
 def notice_of(record: Record, servers: int) -> str:
     """Build the notice that tells ``servers`` checkpoint servers which epoch is in force, as text."""
-    every_s = min(max(servers, len(record.roster)) / _STATUSES_PER_S, 1.0)
+    every_s = terms_of(max(servers, len(record.roster))).every_s
     return wire.encode(
         EpochNotice(record.fence, record.incident_id, record.reason, every_s, record.complete)
     ).decode()
+
+
+def terms_of(servers: int) -> StatusTerms:
+    """Return how often each of so many checkpoint servers sends its status."""
+    return StatusTerms(min(servers / _STATUSES_PER_S, 1.0))
 
 
 def _frame(kind: int, data: bytes) -> bytes:
@@ -108,6 +113,7 @@ class MemberConnection:
         self.address = ""  # the address of the member or checkpoint server
         self.is_trusted = False  # whether the client showed the lighthouse's own token
         self.is_ending = False
+        self.heard_at = -math.inf  # when a checkpoint server last said something, by the loop's clock
         self._socket = socket
         self._transport = transport
         self._closing: asyncio.Task[None] | None = None

@@ -115,9 +115,11 @@ def decode_member(data: str) -> m.MemberMessage:
     return cast(m.MemberMessage, message)
 
 
-def decode_statuses(data: str) -> tuple[m.TrainerStatus, ...]:
+def decode_statuses(data: str) -> tuple[m.TrainerStatus, ...] | m.StatusUnchanged:
     """Decode the trainer statuses of a checkpoint server, one for each of its ranks. Raises ProtocolError."""
     message = wire.decode(data, most_bytes)
+    if isinstance(message, m.StatusUnchanged):
+        return message
     if not isinstance(message, m.TrainerStatus | m.ServerStatus):
         raise ProtocolError(f"a checkpoint server sends a TrainerStatus, not a {type(message).__name__}")
     statuses = (message,) if isinstance(message, m.TrainerStatus) else message.statuses

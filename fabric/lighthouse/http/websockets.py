@@ -34,20 +34,20 @@ from fabric.lighthouse.connections.validation import (
 from fabric.lighthouse.http.tokens import opened_with_own
 from fabric.lighthouse.jobs.job import REFUSED, Job
 from fabric.lighthouse.jobs.jobs import Jobs
-from fabric.protocol.messages.network import OpenSession, Rejected
+from fabric.protocol.messages.network import OpenSession, Rejected, StatusUnchanged
 from fabric.protocol.messages.wire import sender_of
 from fabric.runtime.http.connection_limit import OuterProtocol
 
 # A fast path for the usual frames of a session: short masked text, not fragmented.
 #
 # The library wakes a task for every message, which costs as much as the message itself, thousands of
-# times a second. So this module reads the connection before the library does. The first unusual frame
-# (fragmented, long, a ping, a close, malformed) and all later frames go to the library. This module has
-# handled all earlier frames, so the order stays.
+# times a second. So this module reads the connection before the library does, and answers pings. The first
+# unusual frame (fragmented, long, a close, malformed) and all later frames go to the library. This module
+# has handled all earlier frames, so the order stays.
 
 
 # The first byte of an unfragmented text. A frame's second byte is its size; two values mean: size follows.
-_WHOLE_TEXT = 0x81
+_WHOLE_TEXT, _PING, _PONG = 0x81, 0x89, 0x8A
 _MASKED = 0x80
 _TWO_BYTES, _EIGHT_BYTES = _MASKED + 126, _MASKED + 127
 
@@ -55,12 +55,15 @@ _TWO_BYTES, _EIGHT_BYTES = _MASKED + 126, _MASKED + 127
 class FastFrames(OuterProtocol):
     """The protocol of a connection after its upgrade; ``library`` is the former one.
 
-    ``on_text`` gets every usual text. Once it returns False, the library reads on.
+    ``on_text`` gets every usual text. Once it returns False, the library reads on. ``write`` sends a frame.
     """
 
-    def __init__(self, library: asyncio.Protocol, on_text: Callable[[str], bool]) -> None:
+    def __init__(
+        self, library: asyncio.Protocol, on_text: Callable[[str], bool], write: Callable[[bytes], object]
+    ) -> None:
         super().__init__(library)
         self._on_text = on_text
+        self._write = write
         self._rest = b""
         self._is_over = False
 
@@ -72,15 +75,22 @@ class FastFrames(OuterProtocol):
         at, end = 0, len(data)
         while end >= at + 2 and not self._is_over:
             kind, size, begin = data[at], data[at + 1] - _MASKED, at + 6
-            if kind != _WHOLE_TEXT or not 0 <= size < _EIGHT_BYTES - _MASKED:
+            is_ping = kind == _PING and 0 <= size < _TWO_BYTES - _MASKED
+            if not is_ping and (kind != _WHOLE_TEXT or not 0 <= size < _EIGHT_BYTES - _MASKED):
                 self._is_over = True
                 break
             if size == _TWO_BYTES - _MASKED:
                 size, begin = int.from_bytes(data[at + 2 : at + 4], "big"), at + 8
             if end < begin + size:  # the frame has not arrived whole, or even its size has not
                 break
-            text = _unmasked(data[begin - 4 : begin], data[begin : begin + size])
-            if text is None:
+            body = _unmasked(data[begin - 4 : begin], data[begin : begin + size])
+            if is_ping:
+                self._write(bytes((_PONG, size)) + body)
+                at = begin + size
+                continue
+            try:
+                text = body.decode()
+            except UnicodeDecodeError:
                 self._is_over = True
                 break
             at = begin + size
@@ -91,14 +101,10 @@ class FastFrames(OuterProtocol):
             self._library.data_received(rest)
 
 
-def _unmasked(mask: bytes, body: bytes) -> str | None:
-    """Return the text, or None for bytes that are not UTF-8."""
+def _unmasked(mask: bytes, body: bytes) -> bytes:
     size = len(body)
     masks = int.from_bytes((mask * (size // 4 + 1))[:size], "little")
-    try:
-        return (int.from_bytes(body, "little") ^ masks).to_bytes(size, "little").decode()
-    except UnicodeDecodeError:
-        return None
+    return (int.from_bytes(body, "little") ^ masks).to_bytes(size, "little")
 
 
 log = logging.getLogger(__name__)
@@ -143,24 +149,33 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
             return True
         return take(text)
 
+    _read_fast(request, on_text)
+    await _serve(place, socket, connection, on_text, lambda job: job.session_closed(connection))
+    return socket
+
+
+def _read_fast(request: web.Request, on_text: Callable[[str], bool]) -> None:
+    """Let the fast path read this connection."""
     transport = request.transport
     if transport is not None:
         library = transport.get_protocol()
         assert isinstance(library, asyncio.Protocol)
-        transport.set_protocol(FastFrames(library, on_text))
-    await _serve(place, socket, connection, on_text, lambda job: job.session_closed(connection))
-    return socket
+        transport.set_protocol(FastFrames(library, on_text, transport.write))
 
 
 async def trainer_status(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
     """``GET /v1/jobs/{job}/trainer-status``: a checkpoint server's statuses until either side closes."""
     name = request.match_info["job"]
     jobs.find(name)
-    socket, connection = await _accept(request, MAX_STATUS_BYTES, silence_s=STATUS_SILENCE_S)
-    place = JobLookup(jobs, name)
+    socket, connection = await _accept(request, MAX_STATUS_BYTES)
+    place, loop = JobLookup(jobs, name), asyncio.get_running_loop()
 
-    def on_text(text: str) -> bool:
+    def hear(text: str) -> bool:
+        connection.heard_at = loop.time()
         statuses = decode_statuses(text)
+        if isinstance(statuses, StatusUnchanged):
+            place.take().statuses_unchanged(connection)
+            return True
         for status in statuses:
             if connection.replica not in ("", status.replica):
                 raise ProtocolError("a checkpoint server speaks for one replica: open another connection")
@@ -168,8 +183,15 @@ async def trainer_status(request: web.Request, jobs: Jobs) -> web.WebSocketRespo
         place.take().trainer_statuses(connection, statuses)
         return True
 
-    take = _guarded(place, connection, on_text)
-    await _serve(place, socket, connection, take, lambda job: job.server_closed(connection))
+    take = _guarded(place, connection, hear)
+
+    def on_text(text: str) -> bool:
+        return not connection.is_ending and take(text)
+
+    _read_fast(request, on_text)
+    await _serve(
+        place, socket, connection, on_text, lambda job: job.server_closed(connection), STATUS_SILENCE_S
+    )
     return socket
 
 
@@ -211,8 +233,8 @@ class JobLookup:
 class _ExplainingSocket(web.WebSocketResponse):
     """A WebSocket that says why it is closed, also if its frames are malformed."""
 
-    def __init__(self, most_bytes: int, silence_s: float | None) -> None:
-        super().__init__(max_msg_size=most_bytes, receive_timeout=silence_s, timeout=_CLOSE_S, compress=False)
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(max_msg_size=most_bytes, timeout=_CLOSE_S, compress=False)
         self._faults = {
             int(WSCloseCode.MESSAGE_TOO_BIG): f"a message is over {most_bytes} bytes: send shorter messages",
             int(WSCloseCode.PROTOCOL_ERROR): "this is no frame of a WebSocket: speak RFC 6455, uncompressed",
@@ -225,10 +247,8 @@ class _ExplainingSocket(web.WebSocketResponse):
         return await super().close(code=code, message=message, drain=drain)
 
 
-async def _accept(
-    request: web.Request, most_bytes: int, silence_s: float | None = None
-) -> tuple[web.WebSocketResponse, MemberConnection]:
-    socket = _ExplainingSocket(most_bytes, silence_s)
+async def _accept(request: web.Request, most_bytes: int) -> tuple[web.WebSocketResponse, MemberConnection]:
+    socket = _ExplainingSocket(most_bytes)
     if not socket.can_prepare(request):
         raise ProtocolError("this is a WebSocket: connect to it as one")
     try:
@@ -277,10 +297,11 @@ async def _serve(
     connection: MemberConnection,
     take: Callable[[str], bool],
     on_end: Callable[[Job], None],
+    silence_s: float | None = None,
 ) -> None:
-    """Give every text to ``take`` until it says False or the socket ends."""
+    """Give every text to ``take`` until it says False, the socket ends, or it is silent for ``silence_s``."""
     # A separate task, because every message would wake the request's task and all its callers.
-    reading = asyncio.get_running_loop().create_task(_read(place, socket, connection, take))
+    reading = asyncio.get_running_loop().create_task(_read(place, socket, connection, take, silence_s))
     try:
         await reading
         await connection.ended()
@@ -291,21 +312,27 @@ async def _serve(
 
 
 async def _read(
-    place: JobLookup, socket: web.WebSocketResponse, connection: MemberConnection, take: Callable[[str], bool]
+    place: JobLookup,
+    socket: web.WebSocketResponse,
+    connection: MemberConnection,
+    take: Callable[[str], bool],
+    silence_s: float | None,
 ) -> None:
-    """Take the messages that the library reads: in a session the first unusual frame and all later ones."""
+    """Take the messages that the library reads: the first unusual frame and all later ones."""
     wait_s: float | None = FIRST_MESSAGE_S
     while True:
         try:
             message = await socket.receive(wait_s)
         except TimeoutError:
             is_held = place.gate is not None and place.gate.is_shut
-            if wait_s is None or (place.job is None and not is_held):
+            wait_s = None  # the fast path has read the first message, and may read more
+            if silence_s is not None:
+                wait_s = connection.heard_at + silence_s - asyncio.get_running_loop().time()
+            if (place.job is None and not is_held) or (wait_s is not None and wait_s <= 0):
                 connection.end(MALFORMED, "nothing was said for too long")
                 return
-            wait_s = None  # the fast path has already read the first message
             continue
-        wait_s = None
+        wait_s = silence_s
         if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
             return
         if message.type is not WSMsgType.TEXT:

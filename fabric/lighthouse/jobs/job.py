@@ -22,6 +22,7 @@ from fabric.lighthouse.connections.connection import (
     SendPacer,
     WorkQueue,
     notice_of,
+    terms_of,
     text_frame,
 )
 from fabric.lighthouse.diagnosis.absences import absences, counts
@@ -54,6 +55,7 @@ from fabric.protocol.leader.core import MANY, LeaderCore
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.messages import wire
 from fabric.protocol.nodes import SPARE, HostRow, ReplicaNodes
 from fabric.runtime.driver import Driver
 from fabric.runtime.logs import fields
@@ -541,14 +543,24 @@ class Job:
 
     def trainer_statuses(self, connection: MemberConnection, statuses: Sequence[m.TrainerStatus]) -> None:
         """Take the statuses of all ranks of a server; the core gets only some of many equal statuses."""
-        if self.connections.is_new_server(connection) and self.core.state.record is not None:
-            connection.send(text_frame(notice_of(self.core.state.record, len(self.connections.servers))))
+        if self.connections.is_new_server(connection):
+            servers, record = len(self.connections.servers), self.core.state.record
+            connection.send(text_frame(wire.encode(terms_of(servers)).decode()))
+            if record is not None:
+                connection.send(text_frame(notice_of(record, servers)))
         news = [x for x in statuses if self.connections.is_news(connection, x, self.now)]
         dropped = self.connections.dropped(connection, statuses)
         for status in news:  # a defect in the core may end all connections of the job here
             self.peer_addresses.status(status.replica, status.rank, connection.address)
             self._feed(io.TrainerStatusSeen(status))
         self._close_statuses(dropped)
+
+    def statuses_unchanged(self, connection: MemberConnection) -> None:
+        """Take a checkpoint server's word that its last statuses still hold. Raises ProtocolError."""
+        heard, now = tuple(self.connections.servers.get(connection, {}).values()), self.now
+        if not heard:
+            raise ProtocolError("a checkpoint server says first which statuses stay: send a ServerStatus")
+        self._feed(io.StatusesUnchanged(tuple(x.status for x in heard), tuple(now - x.fed_at for x in heard)))
 
     def server_closed(self, connection: MemberConnection) -> None:
         """Note the end of a checkpoint server's connection; the server may already have a new one."""
@@ -614,7 +626,7 @@ class Job:
                 self.connections.notify_servers(notice_of(self._record, len(self.connections.servers)))
         if is_new or not self._is_many or self.history.is_observation_due(now):
             self._observe()
-        if self.history.is_sample_due(len(self.connections.sessions), now):
+        if self.history.is_sample_due(len(self.connections.sessions) + len(self.connections.servers), now):
             self.look_at_ledger()
         if self.is_running and self.slowness.is_due(now):
             self._look_at_speeds(now)

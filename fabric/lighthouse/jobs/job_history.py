@@ -283,10 +283,10 @@ def entropy() -> random.Random:
 
 log = logging.getLogger(__name__)
 
-# Seconds between two samples of the ledger (more in a job of many sessions), and between two writes of it
+# Seconds between two samples of the ledger (more in a job of many connections), and between two writes of it
 # (fewer when its state has changed).
 SAMPLE_S = 0.25
-_SESSIONS_PER_S = 4000
+_CONNECTIONS_PER_S = 4000
 LEDGER_S = 60.0
 _LEDGER_CHANGED_S = 5.0
 # In a job of many members, the seconds between two looks at the recoveries.
@@ -364,9 +364,9 @@ class JobHistory:
             log.warning("job %s: its ledger begins anew: %s", self._job, error)
         self.ledger_is_known = True
 
-    def is_sample_due(self, sessions: int, now: float) -> bool:
+    def is_sample_due(self, connections: int, now: float) -> bool:
         quiet_s = now - self._sampled_at
-        return quiet_s >= SAMPLE_S and quiet_s >= sessions / _SESSIONS_PER_S
+        return quiet_s >= SAMPLE_S and quiet_s >= connections / _CONNECTIONS_PER_S
 
     def sample(self, core: LeaderCore, now: float, *, keep: bool) -> GoodputLedger:
         """Count the job's time up to now; ``keep``: also store the ledger when a write is due."""

@@ -122,6 +122,7 @@ ROUTINE_S = 0.25
 _FREQUENT = (
     io.FromMember,
     io.TrainerStatusSeen,
+    io.StatusesUnchanged,
     io.SessionOpened,
     io.SessionClosed,
     io.TrainerStatusClosed,
@@ -204,7 +205,7 @@ class LeaderCore:
             return answers is not None and record is not None and len(answers(self)) < len(record.roster)
         if isinstance(event, io.TrainerStatusSeen):
             return event.status.trainer == "running"
-        return isinstance(event, io.SessionOpened | io.AcceptQueueFull)
+        return isinstance(event, io.SessionOpened | io.AcceptQueueFull | io.StatusesUnchanged)
 
     def next_deadline(self) -> float | None:
         """Return the latest time at which the shell must send a tick."""
@@ -438,6 +439,15 @@ class LeaderCore:
         self.endings.note_ended(status.replica, status.ended)
         self._record_durable(status, before)
 
+    def on_unchanged(self, event: io.StatusesUnchanged) -> None:
+        live, record = self.state.liveness, self.state.record
+        for status, ago_s in zip(event.statuses, event.ago_s, strict=True):
+            # While the record names a replica, the end of its trainer is noted each time.
+            is_end = status.trainer == "gone" and record is not None and status.replica in record.names
+            if is_end or not live.hear_again(status, self.state.now):
+                aged = replace(status, ages_s=tuple(age_s + ago_s for age_s in status.ages_s))
+                self.on_status(io.TrainerStatusSeen(aged))
+
     def _record_trainer(self, status: m.TrainerStatus, before: LastStatus | None, answered: bool) -> None:
         """Report a death, the first of several stops, and their end. An epoch answers if ``answered``."""
         stops = stops_after(before, status, self.state.now)
@@ -530,6 +540,7 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.SessionClosed: LeaderCore.on_closed,
     io.FromMember: LeaderCore.on_member,
     io.TrainerStatusSeen: LeaderCore.on_status,
+    io.StatusesUnchanged: LeaderCore.on_unchanged,
     io.TrainerStatusClosed: LeaderCore.on_status_closed,
     io.RecordWritten: LeaderCore.on_written,
     io.RecordRead: LeaderCore.on_read,

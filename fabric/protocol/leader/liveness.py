@@ -153,9 +153,17 @@ class Liveness:
     def hear(self, status: TrainerStatus, member: Member | None, now: float) -> LastStatus | None:
         """Take a status of a replica whose roster entry is ``member``; return this server's last status."""
         peer = self.peers.get(status.replica)
-        if status.trainer == "running" and not status.rank:
-            self.proven_ends.pop(ReplicaProcess(status.replica, status.incarnation), None)
+        self._disprove_end(status)
         return self.servers.hear(status, {x.incarnation for x in (peer, member) if x is not None}, now)
+
+    def hear_again(self, status: TrainerStatus, now: float) -> bool:
+        """Take the word that a status still holds: see ``ServerStatuses.hear_again``."""
+        self._disprove_end(status)
+        return status.ended is None and self.servers.hear_again(status, now)
+
+    def _disprove_end(self, status: TrainerStatus) -> None:
+        if self.proven_ends and status.trainer == "running" and not status.rank:
+            self.proven_ends.pop(ReplicaProcess(status.replica, status.incarnation), None)
 
     def ranks_of(self, replica: str, member: Member | None) -> int:
         """Return how many ranks of this replica its session or its roster entry names; 0 without them."""

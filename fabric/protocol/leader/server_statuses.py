@@ -86,6 +86,23 @@ class ServerStatuses:
         statuses[key] = after
         return before
 
+    def hear_again(self, status: TrainerStatus, now: float) -> bool:
+        """Take the word that ``status``, which was heard before, still holds.
+
+        Return False, and take nothing, where ``hear`` may find more to do than to note the time.
+        """
+        last = self.of_rank(status.rank).get(status.replica)
+        if (
+            last is None
+            or last.ckpt != status.ckpt
+            or not (last.says(status) and last.connected)
+            or last.stops
+            or (status.replica, status.rank) in self.strangers
+        ):
+            return False
+        last.seen = now
+        return True
+
     def _note_trouble(self, status: TrainerStatus, has_others: bool) -> None:
         """Note whether to look at this rank's statuses: there may be many ranks, and few are in trouble."""
         ranks = self.troubled.get(status.replica, set())

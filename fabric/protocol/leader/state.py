@@ -241,12 +241,14 @@ class JobState:
 
     @property
     def is_large(self) -> bool:
-        """Whether there are many sessions, or many ranks of members that may still come back."""
+        """Whether there are many sessions, or many ranks of them or of members that may still come back."""
         roster = self.record.roster if self.record is not None else ()
+        peers = self.liveness.peers
         return (
-            len(self.liveness.peers) >= MANY
+            len(peers) >= MANY
             or len(roster) >= MANY
             or sum(1 + len(x.ranks) for x in roster) >= MANY
+            or sum(1 + len(x.session.ranks) for x in peers.values()) >= MANY
         )
 
     def is_blocking_join(self, replica: str) -> bool:

@@ -44,6 +44,14 @@ class TrainerStatusSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class StatusesUnchanged:
+    """A checkpoint server says that these statuses still hold, and it said them ``ago_s`` seconds ago."""
+
+    statuses: tuple[TrainerStatus, ...]
+    ago_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerStatusClosed:
     """The connection ended over which the checkpoint server at ``ckpt`` had sent this rank's status."""
 
@@ -139,6 +147,7 @@ Event = (
     | SessionClosed
     | FromMember
     | TrainerStatusSeen
+    | StatusesUnchanged
     | TrainerStatusClosed
     | RecordWritten
     | RecordRead

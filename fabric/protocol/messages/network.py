@@ -433,6 +433,13 @@ class ServerStatus:
     statuses: tuple[TrainerStatus, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class StatusUnchanged:
+    """All that this checkpoint server last said over this connection still holds; its states have aged."""
+
+    number: Int64
+
+
 # --- leader to checkpoint server ------------------------------------------------------------------
 
 
@@ -447,4 +454,12 @@ class EpochNotice:
     complete: bool = False  # the job is complete, and its record says so
 
 
-Message = PeerMessage | LeaderMessage | MemberMessage | TrainerStatus | ServerStatus | EpochNotice
+@dataclass(frozen=True, slots=True)
+class StatusTerms:
+    """How a lighthouse wants statuses; it understands StatusUnchanged, which an older one does not."""
+
+    every_s: float = 0.0  # as in EpochNotice
+
+
+ServerMessage = TrainerStatus | ServerStatus | StatusUnchanged
+Message = PeerMessage | LeaderMessage | MemberMessage | ServerMessage | EpochNotice | StatusTerms

@@ -490,7 +490,7 @@ class SlowLane:
     def __init__(self):
         self.go, self.held = threading.Event(), threading.Event()
         self.device = torch.device("cpu")
-        self._pending = []
+        self._pending, self._turn = [], threading.Lock()
 
     def owns(self, tensor):
         return True
@@ -518,9 +518,10 @@ class SlowLane:
 
     def synchronize(self):
         assert self.go.wait(30)
-        for work in self._pending:
-            work()
-        self._pending.clear()
+        with self._turn:  # several threads wait for one event
+            for work in self._pending:
+                work()
+            self._pending.clear()
 
     def close(self):
         self.go.set()

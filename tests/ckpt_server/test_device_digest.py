@@ -6,9 +6,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from server_support import manifest_of
 
+from fabric.ckpt_server.format.manifest import check_manifest, of_rank, state_digest
 from fabric.ckpt_server.state import device_digest
 from fabric.ckpt_server.state.device_digest import DeviceDigest
+from fabric.errors import StateError
+from fabric.protocol.messages.rank_messages import replica_digest
 
 
 @pytest.fixture
@@ -79,3 +83,15 @@ def test_keys_are_the_same_everywhere() -> None:
     assert name(DeviceDigest(torch.device("cpu")), some_bytes(0)) == "2c0a8a99dc147d5445c3b49d035665b2"
     counting = torch.arange(1000, dtype=torch.int32).view(torch.uint8)
     assert name(DeviceDigest(torch.device("cpu")), counting) == "cb6a6ea385437452610da7fc6ecb3511"
+
+
+def test_the_ranks_of_a_manifest_list_the_names_of_states_made_on_devices() -> None:
+    file, names = bytes(5000), ["1" * 32, "2" * 32]
+    for rank, name_ in enumerate(names):
+        manifest = of_rank(manifest_of(file, 4) | {"state": name_}, rank, names)
+        assert state_digest(check_manifest(manifest)) == replica_digest(names)
+    assert state_digest(check_manifest(manifest_of(file, 4) | {"state": names[0]})) == names[0]
+    with pytest.raises(StateError, match="is not what it lists for its own rank 1"):
+        check_manifest(of_rank(manifest_of(file, 4) | {"state": names[0]}, 1, names))
+    with pytest.raises(StateError, match="The manifest's state is not 32 hex digits"):
+        check_manifest(manifest_of(file, 4) | {"state": "x"})

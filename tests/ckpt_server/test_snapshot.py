@@ -1,5 +1,6 @@
 """Snapshots: the copy equals the state, its digests describe it, and the order of events holds."""
 
+import functools
 import mmap
 import os
 import threading
@@ -200,7 +201,7 @@ class LazyLane:
         self.log: list[str] = []
         self.device = torch.device("cpu")
         self.pending: list[Callable[[], object]] = []
-        self.happened = threading.Event()
+        self.happened, self.turn = threading.Event(), threading.Lock()
         self.error: Exception | None = None
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -239,9 +240,10 @@ class LazyLane:
     def synchronize(self) -> None:
         if self.error is not None:
             raise self.error
-        for work in self.pending:
-            work()
-        self.pending.clear()
+        with self.turn:  # several threads wait for one event
+            for work in self.pending:
+                work()
+            self.pending.clear()
         self.happened.set()
 
 
@@ -275,9 +277,11 @@ def test_a_copy_that_differs_from_the_state_on_the_device_is_refused() -> None:
     copier = CudaCopier(lane)
     view = capture({"x": adam_like()}, 2)
     target = bytearray(view.nbytes)
+    run = lane.run
+    flip = functools.partial(target.__setitem__, -1, 1)
+    lane.run = lambda work: run(lambda: (work(), flip()))  # type: ignore[method-assign]
     copier.start(view, memoryview(target))
-    enqueued = lane.pending[-1]
-    lane.pending[-1:] = [lambda: (enqueued(), target.__setitem__(-1, target[-1] ^ 1))]
+    lane.run = run  # type: ignore[method-assign]
     with pytest.raises(StateError, match="another digest than the state on the device"):
         copier.join()
     copier.start(view, memoryview(target))
@@ -304,6 +308,26 @@ def test_a_state_on_a_device_is_digested_there_behind_earlier_work() -> None:
     lane.error = RuntimeError("device lost")
     with pytest.raises(StateError, match="device lost"):
         copier.digest(capture({"x": adam_like()}, 2)).digest()
+    copier.close()
+
+
+def test_large_tensors_that_stay_on_the_host_are_digested_by_another_thread() -> None:
+    """Their way to the device would block the trainer. Small ones are read before the trainer goes on."""
+    lane = LazyLane()
+    lane.owns = lambda tensor: False  # type: ignore[method-assign]
+    copier = CudaCopier(lane)
+    view = capture({"x": adam_like()}, 2)
+    expected, threads = digest_of_file(memoryview(bytearray(expected_file(view)))), []
+    run = lane.run
+    lane.run = lambda work: (threads.append(threading.current_thread()), run(work))  # type: ignore[method-assign]
+    digesting = copier._digesting.submit(lambda: copier.digest(view)).result(20)
+    for _, tensor in view.tensors:
+        if tensor.numel() == 1:
+            tensor.add_(1)
+    assert digesting.digest() == expected
+    small = capture({"x": Tensors(torch.tensor(3.0))}, 2)
+    copier.digest(small).digest()
+    assert threads[1] is threading.current_thread() and len(threads) == 2
     copier.close()
 
 

@@ -105,8 +105,11 @@ class CudaDevice:
         return tensor.device == self.device
 
     def stream(self) -> CudaStream:
-        """Return a new side stream."""
-        return CudaStream(_cuda.Stream(self.device), self._watcher())
+        """Return a new side stream. Its work goes before queued work of the trainer's stream.
+
+        Members wait for an exchange, whose kernels are short. Backward's large products would hold up each.
+        """
+        return CudaStream(_cuda.Stream(self.device, priority=-1), self._watcher())
 
     def compute(self) -> CudaStream:
         """Return the stream on which the calling thread's torch operations run."""

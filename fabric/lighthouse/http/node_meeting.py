@@ -35,7 +35,8 @@ class Meeting:
         self.nodes = ReplicaNodes(lambda: uuid.uuid4().hex)
         self._note, self._on_end = note, on_end
         self._stage = self.nodes.stage
-        self.changed = asyncio.Event()
+        # Each request that waits -> whether it must be answered although no order has changed.
+        self.held: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self.is_over = False  # no launcher is left, or the term of its lighthouse has ended
         self._timer: asyncio.TimerHandle | None = None
 
@@ -43,16 +44,22 @@ class Meeting:
         """Wake the requests whose orders have changed, and look again soon."""
         if self.nodes.stage != self._stage:
             self._stage = self.nodes.stage
-            self.changed.set()
-            self.changed = asyncio.Event()
+            self.wake(lambda _: True)
             self._note(self.nodes)
         if self._timer is None and self.nodes.launchers:
             self._timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
         elif not self.nodes.launchers:
             self._on_end()
 
+    def wake(self, which: Callable[[Callable[[], bool]], bool]) -> None:
+        """Answer the held requests for which this is true."""
+        for waiter, is_urgent in self.held.items():
+            if not waiter.done() and which(is_urgent):
+                waiter.set_result(None)
+
     def _sweep(self) -> None:
         self._timer = None
+        self.wake(lambda is_urgent: is_urgent())
         if not self.is_over:
             self.nodes.sweep(time.monotonic())
             self.look()
@@ -110,18 +117,28 @@ class NodeMeetings:
         says: NodeSays,
         knows: tuple[str, str, str] | None,
     ) -> NodeOrder:
-        until = time.monotonic() + HELD_S
-        changes = [meeting.changed for meeting in meetings.values()]
+        def is_closed() -> bool:
+            return request.transport is None or request.transport.is_closing()
+
+        def is_urgent() -> bool:
+            return is_closed() or self._term() != self._of_term or (not says.run and self._is_complete(job))
+
         order = self._order(job, meetings, says)
-        while order.key == knows and time.monotonic() < until and self._term() == self._of_term:
-            if request.transport is None or request.transport.is_closing():
-                raise web.HTTPBadRequest(text="the launcher has closed its connection")
+        if order.key != knows or is_urgent():
+            return order
+        waiter = asyncio.get_running_loop().create_future()
+        for meeting in meetings.values():
+            meeting.held[waiter] = is_urgent
+        try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_SWEEP_S):
-                    await (changes[0].wait() if len(changes) == 1 else asyncio.sleep(HELD_S))
-            if any(change.is_set() for change in changes) or (not says.run and self._is_complete(job)):
-                return self._order(job, meetings, says)
-        return order
+                async with asyncio.timeout(HELD_S):
+                    await waiter
+        finally:
+            for meeting in meetings.values():
+                meeting.held.pop(waiter, None)
+        if is_closed():
+            raise web.HTTPBadRequest(text="the launcher has closed its connection")
+        return order if self._term() != self._of_term else self._order(job, meetings, says)
 
     def _order(self, job: str, meetings: dict[str, Meeting], says: NodeSays) -> NodeOrder:
         """The order of the first replica that needs this launcher."""
@@ -143,7 +160,7 @@ class NodeMeetings:
         if self._term() != self._of_term:
             for meeting in self._meetings.values():
                 meeting.is_over = True
-                meeting.changed.set()  # its requests ask the next leader
+                meeting.wake(lambda _: True)  # its requests ask the next leader
             self._meetings, self._of_term = {}, self._term()
 
     def _find(self, job: str, replica: str) -> Meeting:

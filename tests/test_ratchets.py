@@ -33,7 +33,7 @@ LIMITS = {
     "writes of a part of a core into another part": 165,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 84_228,
+    "lines of fabric/": 84_306,
     "files of fabric/": 351,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 2.08,
@@ -47,7 +47,7 @@ LIMITS = {
 BUDGETS = {
     "audit": 1_500,
     "ckpt_server": 11_450,
-    "cli": 5_200,
+    "cli": 5_220,
     "client": 16_040,
     "collectives": 1_350,
     "drill": 4_300,
@@ -58,7 +58,7 @@ BUDGETS = {
     "model and errors": 700,
     "plan": 1_750,
     "protocol": 11_630,
-    "runtime": 3_590,
+    "runtime": 3_610,
     "store": 1_550,
     "transport": 1_250,
 }

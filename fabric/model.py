@@ -93,8 +93,13 @@ class ReplicaProcess(NamedTuple):
 class RankAddress:
     """The addresses of one rank of a replica."""
 
-    link: str  # ``host:port`` at which peers dial this rank
+    link: str  # ``host:port`` at which peers dial this rank, or ``host,host:port``
     ckpt: str  # base URL of its checkpoint server; the fragment names the rank: ``http://host:port#1``
+
+    @property
+    def host(self) -> str:
+        """The host of this rank, by the first of its addresses."""
+        return self.link.rpartition(":")[0].partition(",")[0]
 
 
 @dataclass(frozen=True, slots=True)

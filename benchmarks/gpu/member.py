@@ -1,9 +1,10 @@
 """One member of a device ring in a process of its own: what the GPU tests and the GPU benchmark start.
 
-    member.py '{"device": "cuda", "position": 0, "world": 2, "links": {"ipc": [3, 4]}, "work": [...]}'
+    member.py '{"device": "cuda", "position": 0, "world": 2, "links": {"ipc": [[3], [4]]}, "work": [...]}'
 
-``links`` are inherited sockets (next, previous) by the name of their plane: ``ipc`` shares device memory,
-``tcp`` goes through page-locked memory, ``nccl`` uses NCCL. Every item of ``work`` is done by all members:
+``links`` are inherited sockets (to the next, from the previous) by the name of their plane: ``ipc`` shares
+device memory, ``tcp`` goes through page-locked memory (``tcp4`` on four connections), ``nccl`` uses NCCL.
+Every item of ``work`` is done by all members:
 
     {"plane": "ipc", "numel": 1000, "dtype": "float32", "operation": "sum", "compute": 0, "die_at": 0}
 
@@ -61,9 +62,12 @@ class RingProcess:
         self.device = CudaDevice(name) if self.cuda else SimulatedDevice(immediate=True)
         ring = Ring(1, self.position, tuple(f"m{i}" for i in range(config["world"])))
         self.planes = {}
-        for name, (next_, previous) in config["links"].items():
+        for name, ends in config["links"].items():
             self.planes[name] = self._plane(name, config.get("options", {}))
-            self.planes[name].install(ring, socket.socket(fileno=next_), socket.socket(fileno=previous))
+            (next_, *further_next), (previous, *further_previous) = (
+                [socket.socket(fileno=fd) for fd in end] for end in ends
+            )
+            self.planes[name].install(ring, next_, previous, further_next, further_previous)
 
     def _plane(self, name: str, options: dict) -> DeviceRing | GroupPlane:
         if name == "nccl":

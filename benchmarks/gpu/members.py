@@ -1,13 +1,24 @@
 """Starts the members of a ring as processes, linked by sockets that they inherit, and reads their answers."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from fabric.ftar.device.connections import connections_for
+
 MEMBER = Path(__file__).with_name("member.py")
 ANSWER_S = 300.0
+
+
+def count_of(plane: str) -> int:
+    """How many connections a link of ``plane`` has: tcp4 has four, and plain tcp as many as in a job here."""
+    if not plane.startswith("tcp"):
+        return 1
+    return int(plane[3:] or connections_for(len(os.sched_getaffinity(0))))
 
 
 def pair(plane: str) -> tuple[socket.socket, socket.socket]:
@@ -24,11 +35,14 @@ def run_members(
     world: int, planes: list[str], work: list[dict], device: str = "cuda", options: dict | None = None
 ) -> list[list[dict]]:
     """Return each member's answers to the items of ``work``; fewer for one that died or was aborted."""
-    links = {plane: [pair(plane) for _ in range(world)] for plane in planes}
+    links = {p: [[pair(p) for _ in range(count_of(p))] for _ in range(world)] for p in planes}
     started = []
     try:
         for position in range(world):
-            mine = {p: (links[p][position][0].fileno(), links[p][position - 1][1].fileno()) for p in planes}
+            mine = {
+                p: [[x[0].fileno() for x in to[position]], [x[1].fileno() for x in to[position - 1]]]
+                for p, to in links.items()
+            }
             config = {
                 "device": device,
                 "position": position,
@@ -40,14 +54,14 @@ def run_members(
             started.append(
                 subprocess.Popen(
                     [sys.executable, str(MEMBER), json.dumps(config)],
-                    pass_fds=[fd for fds in mine.values() for fd in fds],
+                    pass_fds=[fd for sides in mine.values() for side in sides for fd in side],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
                 )
             )
         for ends in links.values():
-            for one, two in ends:
+            for one, two in (x for link in ends for x in link):
                 one.close()
                 two.close()
         answers = [_read(process, len(work)) for process in started]

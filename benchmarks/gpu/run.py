@@ -1,6 +1,7 @@
 """Everything that needs a GPU, in one call: the ``gpu`` tests, the data plane, and what a snapshot costs.
 
     python benchmarks/gpu/run.py
+    python benchmarks/gpu/run.py --connections 1,2,4,8 --chunks 4,8,16 --slots 4,8    # TCP alone
 
 Needs torch with CUDA, one GPU, pytest and this project's own dependencies; no network and no etcd. Takes some
 minutes. Prints a table and, as the last line, one JSON object. Exit 2 without a CUDA device, 1 where a test
@@ -13,11 +14,13 @@ the buffer over each link; that over the time is its bandwidth. On one GPU all l
 host's, so shares of the limit are what one member sees and not what the GPU does in sum.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +33,7 @@ GIB = 2**30
 ROUNDS = 9
 WORLDS = (2, 4)
 NUMEL = 64 * 2**20  # 256 MiB of float32
-PLANES = ("ipc", "tcp")
+PLANES = ("ipc", "tcp", "tcp1")
 PRODUCTS = 200
 
 
@@ -57,30 +60,49 @@ def copy_limits() -> dict[str, float]:
     return {name: GIB / statistics.median(times[1:]) / 1e6 for name, times in rows.items()}
 
 
-def data_plane(world: int, device: str, numel: int, rounds: int) -> dict[str, float]:
+def data_plane(
+    world: int,
+    device: str,
+    numel: int,
+    rounds: int,
+    planes: Sequence[str] = PLANES,
+    options: dict | None = None,
+    products: Sequence[int] = (0, PRODUCTS),
+) -> dict[str, float]:
     """Bandwidth of each plane, and how much longer member 0's matrix products take beside an exchange."""
     from members import run_members
 
     work = [
         {"plane": plane, "numel": numel, "compute": compute, "digest": False}
         for _ in range(rounds + 1)
-        for compute in (0, PRODUCTS)
-        for plane in PLANES
+        for compute in products
+        for plane in planes
     ]
-    answers = run_members(world, list(PLANES), work, device)
+    answers = run_members(world, list(planes), work, device, options)
     broken = [a[-1]["aborted"] for a in answers if a and "aborted" in a[-1]]
     if broken or any(len(a) < len(work) for a in answers):
         raise RuntimeError(f"the ring of {world} did not end its work: {broken}")
     found: dict[str, float] = {}
-    for plane in PLANES:
+    for plane in planes:
         mine = [(w, a) for w, a in zip(work, answers[0], strict=True) if w["plane"] == plane]
         seconds = statistics.median([a["seconds"] for w, a in mine if not w["compute"]][1:])
         beside = [(a["beside_ms"], a["alone_ms"]) for w, a in mine if w["compute"]][1:]
         found[f"{plane}_{world}_gb_s"] = numel * 4 * 2 * (world - 1) / world / seconds / 1e9
-        if all(alone for _, alone in beside):
+        if beside and all(alone for _, alone in beside):
             ratio = statistics.median([with_ / alone for with_, alone in beside])
             found[f"{plane}_{world}_compute_ratio"] = ratio
     return found
+
+
+def choices(connections: str, chunks: str, slots: str, device: str = "cuda", numel: int = NUMEL) -> None:
+    """Print GB/s over TCP between two members for every choice; ``chunks`` are MiB."""
+    planes = [f"tcp{count}" for count in connections.split(",")]
+    for chunk in chunks.split(","):
+        for slot in slots.split(","):
+            options = {"chunk_bytes": int(chunk) << 20, "slots": int(slot)}
+            found = data_plane(2, device, numel, ROUNDS, planes, options, products=(0,))
+            said = "  ".join(f"{plane} {found[f'{plane}_2_gb_s']:.2f}" for plane in planes)
+            print(f"chunks of {chunk} MiB, {slot} slots: {said} GB/s", flush=True)
 
 
 def snapshots() -> dict[str, float]:
@@ -190,9 +212,16 @@ def training() -> dict[str, float]:
 
 
 def main() -> int:
+    options = argparse.ArgumentParser(description="what a GPU is needed for")
+    for name in ("connections", "chunks", "slots"):
+        options.add_argument(f"--{name}", default="")
+    given = options.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device: run this on a machine with a GPU and a torch that can use it")
         return 2
+    if given.connections:
+        choices(given.connections, given.chunks or "16", given.slots or "4")
+        return 0
     from benchmarks.common import leave_nothing
 
     leave_nothing()

@@ -26,14 +26,21 @@ from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.model import printable
 from fabric.runtime.config import (
     Settings,
-    advertised_host,
+    advertised_hosts,
     given_text,
     refuse_unknown_variables,
     settings,
 )
 from fabric.runtime.http.http_service import bind_first_free, parse_ports
 from fabric.runtime.http.lighthouse_client import describe, permanent_cause, understood
-from fabric.runtime.system_calls import available_bytes, create_memfd, open_pidfd, refused
+from fabric.runtime.system_calls import (
+    NetworkInterface,
+    available_bytes,
+    create_memfd,
+    network_interfaces,
+    open_pidfd,
+    refused,
+)
 from fabric.store import EtcdAccess, open_store
 
 _ANSWER_S = 3.0
@@ -174,21 +181,38 @@ def _bind(chosen: Settings) -> Finding:
 
 
 def _advertise(chosen: Settings) -> Finding:
-    host = advertised_host(chosen)
-    try:
-        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError as error:
-        return Finding(
-            "bad",
-            f"the advertised name {host} has no address ({error})",
-            "set FABRIC_ADVERTISE to one that peers know",
-        )
-    loopback = all(str(address).startswith("127.") or address == "::1" for address in addresses)
-    if loopback and chosen.bind not in ("127.0.0.1", "::1", "localhost"):
-        return Finding(
-            "bad", f"{host} is this host's own loopback: no peer reaches it there", "set FABRIC_ADVERTISE"
-        )
-    return Finding("ok", f"peers reach it at {host} ({', '.join(sorted(map(str, addresses)))})")
+    hosts, addresses = advertised_hosts(chosen), set()
+    for host in hosts:
+        try:
+            places = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+        except OSError as error:
+            return Finding(
+                "bad",
+                f"the advertised name {host} has no address ({error})",
+                "set FABRIC_ADVERTISE to one that peers know",
+            )
+        loopback = all(address.startswith("127.") or address == "::1" for address in places)
+        if loopback and chosen.bind not in ("127.0.0.1", "::1", "localhost"):
+            return Finding(
+                "bad", f"{host} is this host's own loopback: no peer reaches it there", "set FABRIC_ADVERTISE"
+            )
+        addresses |= places
+    return _interface(" and ".join(hosts), addresses, network_interfaces())
+
+
+def _interface(hosts: str, addresses: set[str], interfaces: list[NetworkInterface]) -> Finding:
+    """Name the interfaces that peers use, and a faster one that this host has."""
+    used = [x for x in interfaces if x.address in addresses]
+    over = ", ".join(f"{x.name} with {x.mbit_s} Mbit/s" for x in used if x.mbit_s > 0)
+    sentence = f"peers reach it at {hosts} ({', '.join(sorted(addresses))}{over and ' on ' + over})"
+    fastest = max(interfaces, key=lambda x: x.mbit_s, default=None)
+    if fastest is None or not used or fastest.mbit_s <= max(x.mbit_s for x in used) or not over:
+        return Finding("ok", sentence)
+    return Finding(
+        "warn",
+        f"{sentence}, and {fastest.name} at {fastest.address} has {fastest.mbit_s} Mbit/s",
+        f"if peers reach that too, set FABRIC_ADVERTISE={fastest.address}",
+    )
 
 
 async def _lighthouses(chosen: Settings) -> list[Finding]:

@@ -26,9 +26,10 @@ HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 # Chunks that go forward: REDUCE has a partial result, GATHER a result, SEGMENT announces memory of later
 # chunks. Chunks that go backward: ABORT, and READ ("all memory was read").
 REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
-# The chunks of a device ring go in another order. Two more messages go backward: ANSWER says whether the
-# member can read the offered memory, CREDIT says how many slots it has read.
-DEVICE_REDUCE, DEVICE_GATHER, ANSWER, CREDIT = 6, 7, 8, 9
+# The chunks of a device ring go in another order; over TCP each connection of a link carries its part. Two
+# more messages go backward: ANSWER says whether the member can read the offered memory, CREDIT says how many
+# slots it has read.
+ANSWER, CREDIT, DEVICE_REDUCE, DEVICE_GATHER = 8, 9, 10, 11
 _PAYLOAD_DIGESTED, _RESULT_IS_STABLE, _DIGEST_FOLLOWS = 1, 2, 4
 _FORM_SHIFT, _FORM_MASK = 4, 7
 FOLLOWS = -1  # in place of a payload's digest: it stands behind the payload

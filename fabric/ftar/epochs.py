@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
@@ -108,6 +108,11 @@ class EpochLinks:
         for sock in (next_socket, previous_socket):
             if sock is not None:
                 sock.setblocking(False)
+
+    def add(self, further_next: Sequence[socket.socket], further_previous: Sequence[socket.socket]) -> None:
+        """Take further connections of both links. Links that use one connection close the others."""
+        for sock in (*further_next, *further_previous):
+            sock.close()
 
     def enter(self) -> None:
         """Begin an exchange: the descriptors stay open until ``leave``. Raises RoundAborted."""
@@ -326,14 +331,22 @@ class EpochPlane(Generic[Links]):
         """Change the bounds of later exchanges, from any thread: see DataPlane."""
         self._bounds = self._bounds.changed(exchange_s, entry_s)
 
+    connections = 1
+
     def install(
-        self, ring: Ring, next_socket: socket.socket | None, previous_socket: socket.socket | None
+        self,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+        further_next: Sequence[socket.socket] = (),
+        further_previous: Sequence[socket.socket] = (),
     ) -> None:
         """Take the links of an epoch: see DataPlane.
 
         Raises IllegalTransition for an epoch that is installed already, or without its sockets.
         """
         links = self._make_links(ring, next_socket, previous_socket)
+        links.add(further_next, further_previous)
         if self._epochs.add(links):
             links.start()
 

@@ -340,6 +340,7 @@ class LanePlane:
         self._registers = registers
         self.shares_memory = self._ring(0).shares_memory
         self.kind = self._ring(0).kind
+        self.connections = self._ring(0).connections
 
     def _ring(self, lane: int) -> DataPlane:
         with self._lock:
@@ -393,7 +394,12 @@ class LanePlane:
             self._ring(0).unregister(memory)
 
     def install(
-        self, ring: Ring, next_socket: socket.socket | None, previous_socket: socket.socket | None
+        self,
+        ring: Ring,
+        next_socket: socket.socket | None,
+        previous_socket: socket.socket | None,
+        further_next: Sequence[socket.socket] = (),
+        further_previous: Sequence[socket.socket] = (),
     ) -> None:
         """Raise IllegalTransition: here every link belongs to a lane, see ``install_lane``."""
         raise IllegalTransition(f"epoch {ring.epoch} has lanes: name the lane of every link")
@@ -404,9 +410,11 @@ class LanePlane:
         ring: Ring,
         next_socket: socket.socket | None,
         previous_socket: socket.socket | None,
+        further_next: Sequence[socket.socket] = (),
+        further_previous: Sequence[socket.socket] = (),
     ) -> None:
         """Take the links of one lane: see ``DataPlane.install``."""
-        self._ring(lane).install(ring, next_socket, previous_socket)
+        self._ring(lane).install(ring, next_socket, previous_socket, further_next, further_previous)
 
     def memory(self, section: LaneSection) -> torch.Tensor:
         """Return memory for a section's pieces, which the lane's neighbours on this host can read."""

@@ -6,6 +6,7 @@ result or with RoundAborted. After an abort the epoch's links are not used again
 """
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +58,10 @@ class DataPlane(Protocol):
         """Whether links between members on one host should come as unix sockets."""
 
     @property
+    def connections(self) -> int:
+        """How many connections a link over TCP to the next member should have."""
+
+    @property
     def waiting_for(self) -> str:
         """Name of the peer for which the exchange waits now, or empty."""
 
@@ -99,8 +104,12 @@ class DataPlane(Protocol):
         ring: Ring,
         next_socket: socket.socket | None,
         previous_socket: socket.socket | None,
+        further_next: Sequence[socket.socket] = (),
+        further_previous: Sequence[socket.socket] = (),
     ) -> None:
         """Take the links of ``ring.epoch``, connected and authenticated; the plane owns them now.
+
+        ``further_next`` and ``further_previous`` are the links' connections after the first ones, in order.
 
         A unix socket means that the member at its other end is on this host and may share memory. Several
         epochs may be installed at once. If the epoch is aborted or retired already, its sockets are closed. A

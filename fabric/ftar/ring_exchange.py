@@ -117,11 +117,15 @@ class RingExchange(Generic[Links]):
                 self._on_piece()
             if not moved or not counted:
                 bound_s = bounds.exchange_s if self._in.everybody else bounds.entry_s
-                self._wait(last_s + bound_s, waiting, may_sleep=not moved)
+                self._wait(max(last_s, self.moved_s()) + bound_s, waiting, may_sleep=not moved)
 
     def move(self) -> tuple[bool, bool]:
         """Move all bytes that can move now; return whether any moved, and whether they count as progress."""
         raise NotImplementedError
+
+    def moved_s(self) -> float:
+        """Return the monotonic time at which another thread of this exchange moved bytes last."""
+        return 0.0
 
     def awaited(self) -> str:
         """Name the peer for which this member waits; empty while it waits for its own device."""

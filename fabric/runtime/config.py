@@ -123,7 +123,7 @@ class Settings:
     tls_key: Path | None = None  # key of that certificate
     tls_ca: Path | None = None  # authority that issues the job's certificates
     bind: str = "127.0.0.1"  # address to listen on
-    advertise: str = ""  # host name or address that peers dial; empty: the address in ``bind``
+    advertise: str = ""  # host names or addresses that peers dial; empty: the address in ``bind``
     ports: str = "0"  # port, range such as 29500-29510, or 0 for any
     run_dir: Path | None = None  # folder of this replica's sockets, logs and lock on this host
     journal: Path | None = None  # file that gets one JSON line per event
@@ -459,13 +459,19 @@ def advertised_host(chosen: Settings, *, by_name: bool = False) -> str:
 
     A host that binds all its addresses gives the one from which it reaches a lighthouse or other networks.
     Its name is the last choice, because hosts have names that are cloned, unknown, or mean the host itself.
-    With ``by_name`` the name is the first choice, as in a URL under TLS: certificates have names.
+    With ``by_name`` the name is the first choice, as in a URL under TLS: certificates have names. Of several
+    addresses in the setting it is the first.
     """
     if chosen.advertise:
-        return chosen.advertise
+        return chosen.advertise.partition(",")[0].strip()
     if chosen.bind in ("0.0.0.0", "::", ""):
         return ("" if by_name else _outward_address(chosen)) or socket.gethostname()
     return chosen.bind
+
+
+def advertised_hosts(chosen: Settings) -> list[str]:
+    """Return the addresses that links are spread over: those of the setting, or ``advertised_host``."""
+    return [x.strip() for x in chosen.advertise.split(",") if x.strip()] or [advertised_host(chosen)]
 
 
 def _outward_address(chosen: Settings) -> str:

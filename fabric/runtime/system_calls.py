@@ -6,11 +6,15 @@ The seccomp profile of a container, or a sandbox, may forbid these calls. The er
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from fabric.errors import ConfigError
 
@@ -126,3 +130,28 @@ def create_memfd(name: str) -> int:
     except OSError as error:
         why = refused("memfd_create", error)
         raise ConfigError(f"the shared memory {name!r} cannot be made {why}") from error
+
+
+_SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address
+
+
+class NetworkInterface(NamedTuple):
+    """An interface of this host with an IPv4 address."""
+
+    name: str
+    address: str
+    mbit_s: int  # -1 where the driver gives no speed, as for a virtual interface
+
+
+def network_interfaces(net: Path = Path("/sys/class/net")) -> list[NetworkInterface]:
+    """Return the interfaces of this host that have an IPv4 address."""
+    interfaces = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            speed = -1
+            with contextlib.suppress(OSError, ValueError):
+                speed = int((net / name / "speed").read_text())
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("40s", name.encode()))
+                interfaces.append(NetworkInterface(name, socket.inet_ntoa(reply[20:24]), speed))
+    return interfaces

@@ -26,6 +26,8 @@ PROOF_BYTES = hashlib.sha256().digest_size
 MAX_HANDSHAKE_BYTES = 4096
 MAX_REFUSAL_CHARACTERS = 400
 _ACCEPTED, _REFUSED, _BAD_TOKEN, _LEADS_BACK = b"+", b"-", b"!", b"@"
+# The most connections of one ring link.
+MOST_CONNECTIONS = 16
 # Longer names could make a greeting exceed the size limit of the handshake.
 MAX_NAME_CHARACTERS = 256
 
@@ -37,7 +39,8 @@ class Greeting:
     ``kind`` is ``control`` for an ordered message link, ``data`` for a ring link of ``epoch``, ``rank`` for
     the link of rank ``rank`` to rank 0 of its own replica, ``probe`` for a connection that ends after one
     large message each way. Data links join equal ranks of two replicas, or two ranks of ``lane``, where
-    ``to_rank`` is the dialled rank. ``collective`` is a ring link of collectives between replicas: ``lane``
+    ``to_rank`` is the dialled rank. A data link has ``connections``, this one is number ``connection``.
+    ``collective`` is a ring link of collectives between replicas: ``lane``
     has the number of their group, ``epoch`` the attempt. ``echo`` is a connection that is measured and ends.
     """
 
@@ -52,6 +55,8 @@ class Greeting:
     rank: Int64 = 0
     lane: Int64 = 0
     to_rank: Int64 = -1  # -1: the dialler's own rank
+    connection: Int64 = 0
+    connections: Int64 = 1
 
 
 def challenge_frame(challenge: bytes) -> bytes:
@@ -105,6 +110,11 @@ def read_hello(hello: bytes, challenge: bytes, token: bytes) -> Greeting:
     if greeting.kind not in ("control", "data", "rank", "probe", "collective", "echo"):
         raise ProtocolError(
             f"a link is of kind control, data, rank, probe, collective or echo, not {greeting.kind[:20]!r}"
+        )
+    if not 0 <= greeting.connection < greeting.connections <= MOST_CONNECTIONS:
+        raise ProtocolError(
+            f"a link has 1 to {MOST_CONNECTIONS} connections, and this is number {greeting.connection} of "
+            f"{greeting.connections}"
         )
     if max(len(greeting.replica), len(greeting.job), len(greeting.store_id)) > MAX_NAME_CHARACTERS:
         raise ProtocolError(f"a name in the greeting is over {MAX_NAME_CHARACTERS} characters")

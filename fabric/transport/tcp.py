@@ -380,13 +380,27 @@ class Listener:
 async def dial(
     address: str, greeting: Greeting, token: bytes, timeout_s: float, local: bool = False
 ) -> socket.socket:
-    """Return a connected, authenticated, non-blocking socket to ``address`` ("host:port").
+    """Return a connected, authenticated, non-blocking socket to ``address``: "host:port", "host,host:port".
 
-    With ``local`` it is a unix socket if the replica in the greeting listens on this host.
+    Ranks, and the connections of a link, begin at different hosts. The next host is tried where nothing
+    listens. With ``local`` it is a unix socket if the replica in the greeting listens on this host.
 
     Raises Unreachable where no process answers within ``timeout_s``, Unconnected without a connection,
     Unauthorized, Refused or ProtocolError by the handshake, ConfigError for a malformed address.
     """
+    *others, last = address.split(",")
+    places = [f"{host}:{last.rpartition(':')[2]}" for host in others] + [last]
+    first = (greeting.rank + greeting.connection) % len(places)
+    *places, last = places[first:] + places[:first]
+    for place in places:
+        with suppress(Unconnected):
+            return await _dial_host(place, greeting, token, timeout_s, local)
+    return await _dial_host(last, greeting, token, timeout_s, local)
+
+
+async def _dial_host(
+    address: str, greeting: Greeting, token: bytes, timeout_s: float, local: bool
+) -> socket.socket:
     host, port = parse_address(address)
     whom = f"{greeting.to or 'a peer'} at {address}"
     if local and (near := await _dial_locally(port, greeting, token, timeout_s)) is not None:

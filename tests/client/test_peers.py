@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ from fabric.transport.tcp import ListenerIdentity, dial
 class Party:
     """One process's links; ``events`` holds the events that the links feed to the core."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, plane: CpuRing | None = None) -> None:
         self.name = name
-        self.plane = CpuRing(shared_memory=False)
+        self.plane = plane or CpuRing(shared_memory=False)
         self.peers = Peers(ListenerIdentity("job", name), 1, TokenFile.of("token"), self.plane, link_s=1.0)
         self.events: asyncio.Queue = asyncio.Queue()
         self.member = Member(name, 1, "", "")
@@ -115,6 +116,50 @@ async def test_two_members_that_reach_each_other_are_linked():
             party.peers.link_up(record)
         assert [await a.event(), await b.event()] == [io.Linked(1), io.Linked(1)]
         assert (a.peers.linked, b.peers.linked) == (["b"], ["a"])
+
+
+class ManyPlane(CpuRing):
+    """Wants so many connections, and counts those that it gets: to the next member, from the previous one."""
+
+    def __init__(self, connections: int, shared_memory: bool) -> None:
+        super().__init__(shared_memory=shared_memory)
+        self.connections, self.counts, self.pairs = connections, (0, 0), set()
+
+    def install(self, ring, next_socket, previous_socket, further_next=(), further_previous=()) -> None:
+        self.counts = 1 + len(further_next), 1 + len(further_previous)
+        self.pairs |= {(x.getsockname(), x.getpeername()) for x in (next_socket, *further_next)}
+        self.pairs |= {(x.getpeername(), x.getsockname()) for x in (previous_socket, *further_previous)}
+        super().install(ring, next_socket, previous_socket, further_next, further_previous)
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "is_local"), [(4, 4, False), (4, 1, False), (2, 16, False), (4, 4, True)]
+)
+async def test_the_dialler_says_how_many_connections_a_link_has_and_one_host_needs_one(of_a, of_b, is_local):
+    planes = ManyPlane(of_a, is_local), ManyPlane(of_b, is_local)
+    async with Party("a", planes[0]) as a, Party("b", planes[1]) as b:
+        record = of(a.member, b.member)
+        for party in (a, b):
+            party.peers.link_up(record)
+        assert [await a.event(), await b.event()] == [io.Linked(1), io.Linked(1)]
+        expected = (1, 1) if is_local else (of_a, of_b)
+        assert (planes[0].counts, planes[1].counts) == (expected, expected[::-1])
+        # Both ends have the same connections, in number and in order.
+        assert planes[0].pairs == planes[1].pairs
+
+
+async def test_a_link_of_which_a_connection_is_missing_is_not_made():
+    async with Party("a") as a, Party("b") as b:
+        a.peers.link_up(record := of(a.member, b.member))
+        key = b.peers._greeting(record.store_id, a.member, "data", 1)
+        for number in (0, 2):
+            sock = await dial(a.member.link, replace(key, connection=number, connections=3), b"token", 60)
+            sock.setblocking(False)
+        failed = await a.event()
+        while not isinstance(failed, io.LinkFailed):
+            failed = await a.event()
+        assert failed.about == "b"
+        assert not a.peers._arrived(shell._RingArrival(1, shell.ProcessKey("b", 1), 0))
 
 
 def descriptors() -> int:

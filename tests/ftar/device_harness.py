@@ -5,12 +5,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from ftar.simulated_device import SimulatedDevice
-from ring_harness import WAIT_S, Pairs, names, socket_ring
+from ring_harness import WAIT_S, Pairs, names, socket_ring, sockets_of
 
 from fabric.ftar.device.device_ring import DeviceRing
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction
 
+FORMS = {
+    "shared memory": {"shares": True},
+    "tcp": {"shares": False},
+    "2 connections": {"shares": False, "connections": 2},
+    "4 connections": {"shares": False, "connections": 4},
+}
 SMALL = {"chunk_bytes": 256, "slots": 3, "group": 2}
 
 
@@ -19,6 +25,7 @@ class DeviceMembers:
 
     def __init__(self, world: int, who: Sequence[int] | None = None, **options) -> None:
         self.world = world
+        self.connections = options.get("connections", 1)
         self.who = list(range(world) if who is None else who)
         self.devices = {i: SimulatedDevice() for i in self.who}
         self.planes = {i: DeviceRing(self.devices[i], **{**SMALL, **options}) for i in self.who}
@@ -35,12 +42,12 @@ class DeviceMembers:
             device.close()
 
     def install(self, epoch: int, pairs: Pairs | None = None) -> None:
-        pairs = pairs or socket_ring(self.world, "shm")
+        pairs = pairs or socket_ring(self.world, "shm", self.connections)
         for i in self.who:
             links = pairs[i] if self.world > 1 else (None, None)
             self.planes[i].install(Ring(epoch, i, names(self.world)), *links)
         if self.world == 1:
-            for sock in pairs[0]:
+            for sock in sockets_of(pairs[0]):
                 sock.close()
 
     def submit(self, i: int, epoch: int, step: int, source: torch.Tensor, *rest) -> Future:

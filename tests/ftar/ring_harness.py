@@ -15,18 +15,29 @@ from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import EXCHANGE_FORMS, SUM, Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES
 
-Pairs = list[tuple[socket.socket, socket.socket]]
+Links = tuple[socket.socket, socket.socket] | tuple[socket.socket, socket.socket, list, list]
+Pairs = list[Links]
 WAIT_S = 20.0
 
 
-def socket_ring(world: int, plane: str = "tcp") -> Pairs:
+def socket_ring(world: int, plane: str = "tcp", connections: int = 1) -> Pairs:
     """Return (next, previous) of each member; member i's next is linked to member i+1's previous.
 
-    ``plane`` is tcp, shm, or mixed: every other link of either kind, beginning with shared memory.
+    ``plane`` is tcp, shm, or mixed: every other link of either kind, beginning with shared memory. With
+    several ``connections`` lists of the further ones follow, as ``install`` takes them.
     """
+    if connections > 1:
+        first, *others = (socket_ring(world, plane) for _ in range(connections))
+        further = [([x[i][0] for x in others], [x[i][1] for x in others]) for i in range(world)]
+        return [(*first[i], *further[i]) for i in range(world)]
     kinds = ("shm", "tcp") if plane == "mixed" else (plane,)
     links = [tcp_pair() if kinds[i % len(kinds)] == "tcp" else socket.socketpair() for i in range(world)]
     return [(links[i][0], links[i - 1][1]) for i in range(world)]
+
+
+def sockets_of(links: Links) -> list[socket.socket]:
+    """All sockets of one member."""
+    return [*links[:2], *(sock for further in links[2:] for sock in further)]
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

@@ -10,30 +10,36 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from device_harness import SMALL, DeviceMembers
+from device_harness import FORMS, SMALL, DeviceMembers
 from ftar.simulated_device import SimulatedDevice
-from ring_harness import WAIT_S, names, same_bits, socket_ring, wait_until
+from ring_harness import WAIT_S, names, same_bits, socket_ring, sockets_of, wait_until
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.chunk_headers import (
     ANSWER,
     CREDIT,
     DEVICE_REDUCE,
+    FOLLOWS,
     HEADER_BYTES,
     ChunkHeader,
     ExchangeSpec,
-    digest,
     pack,
     take_back,
     to_previous,
     unpack,
 )
+from fabric.ftar.device import connections
 from fabric.ftar.device.device_ring import OFFER_HEAD_BYTES, DeviceRing, offer, offer_size, read_offer
+from fabric.ftar.host.piece_moves import DIGEST_BYTES, digest
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
 
-FORMS = {"shared memory": {"shares": True}, "tcp": {"shares": False}}
 CHUNK = SMALL["chunk_bytes"]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(connections, "PART_BYTES", 64)
 
 
 def ones(count: int, length: int = 1000) -> list[torch.Tensor]:
@@ -106,17 +112,18 @@ class RawPeer:
     def __init__(self, position: int = 0, **options) -> None:
         self.device = SimulatedDevice()
         self.plane = DeviceRing(self.device, **{**SMALL, **options})
-        pairs = socket_ring(2, "shm")
+        pairs = socket_ring(2, "shm", options.get("connections", 1))
         self.plane.install(Ring(1, position, names(2)), *pairs[position])
-        self.previous, self.next = pairs[1 - position][1], pairs[1 - position][0]
-        for sock in (self.previous, self.next):
+        self.sockets = sockets_of(pairs[1 - position])
+        self.next, self.previous, *self.further = self.sockets
+        for sock in self.sockets:
             sock.settimeout(WAIT_S)
 
     def close(self) -> None:
         self.plane.close()
         self.device.close()
-        self.previous.close()
-        self.next.close()
+        for sock in self.sockets:
+            sock.close()
 
     def receive(self, size: int) -> bytes:
         data = b""
@@ -185,7 +192,7 @@ def test_a_member_that_cannot_open_the_memory_gets_bytes(peer):
     peer.previous.sendall(to_previous(ANSWER, 0))
     header, payload_digest = unpack(peer.receive(HEADER_BYTES))
     payload = peer.receive(header.size)
-    assert payload_digest == digest(payload)
+    assert payload_digest == FOLLOWS and peer.receive(DIGEST_BYTES) == digest(payload)
     assert (torch.frombuffer(bytearray(payload), dtype=torch.float32) == 1).all()
     peer.plane.abort(1, "enough")
     with pytest.raises(RoundAborted):
@@ -230,7 +237,7 @@ def test_bytes_for_another_exchange_are_not_summed(peer, sent, sentence):
 @TCP
 def test_corrupted_bytes_and_foreign_bytes_are_noticed(peer):
     future = start(peer)
-    peer.next.sendall(pack(chunk(), digest(bytes(CHUNK))) + bytes(CHUNK - 1) + b"\1")
+    peer.next.sendall(pack(chunk(), FOLLOWS) + bytes(CHUNK - 1) + b"\1" + digest(bytes(CHUNK)))
     with pytest.raises(RoundAborted, match="chunk 0 does not match its digest"):
         future.result(WAIT_S)
     peer.close()
@@ -246,7 +253,7 @@ def test_corrupted_bytes_and_foreign_bytes_are_noticed(peer):
 def test_a_silent_neighbour_is_named_after_the_bound(peer):
     future = start(peer)
     # In a ring of two the first chunk proves that both members have entered the exchange.
-    peer.next.sendall(pack(chunk(), digest(bytes(CHUNK))) + bytes(CHUNK))
+    peer.next.sendall(pack(chunk(), FOLLOWS) + bytes(CHUNK) + digest(bytes(CHUNK)))
     with pytest.raises(RoundAborted, match="m1 stalled") as aborted:
         future.result(WAIT_S)
     assert aborted.value.about == "m1"
@@ -276,8 +283,8 @@ def test_a_device_that_is_lost_ends_the_exchange_and_the_neighbour_hears_why(pee
 def test_a_lost_link_names_the_peer(form):
     peer = RawPeer(**FORMS[form])
     future = start(peer)
-    peer.next.close()
-    peer.previous.close()
+    for sock in peer.sockets:
+        sock.close()
     with pytest.raises(RoundAborted, match="lost") as aborted:
         future.result(WAIT_S)
     assert aborted.value.about == "m1"
@@ -320,7 +327,7 @@ def fork_victim(pairs, pieces: int, signal_number: int, **options) -> int:
     """Fork a victim that signals itself after this many pieces; return its pid."""
     pid = os.fork()
     if pid:
-        for sock in pairs[VICTIM]:
+        for sock in sockets_of(pairs[VICTIM]):
             sock.close()
         return pid
     try:
@@ -333,7 +340,7 @@ def fork_victim(pairs, pieces: int, signal_number: int, **options) -> int:
                 os.kill(os.getpid(), signal_number)
 
         for i in SURVIVORS:
-            for sock in pairs[i]:
+            for sock in sockets_of(pairs[i]):
                 sock.close()
         plane = DeviceRing(SimulatedDevice(), **SMALL, **options, on_piece=on_piece)
         plane.install(Ring(1, VICTIM, names(WORLD)), *pairs[VICTIM])
@@ -349,7 +356,7 @@ def fork_victim(pairs, pieces: int, signal_number: int, **options) -> int:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("pieces", [1, 2, 7, 20])
 def test_survivors_of_a_kill_go_on(pieces, form):
-    pairs = socket_ring(WORLD, "shm")
+    pairs = socket_ring(WORLD, "shm", FORMS[form].get("connections", 1))
     pid = fork_victim(pairs, pieces, signal.SIGKILL, **FORMS[form])
     try:
         with DeviceMembers(WORLD, who=SURVIVORS, **FORMS[form]) as members:
@@ -369,7 +376,7 @@ def test_survivors_of_a_kill_go_on(pieces, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stopped_member_holds_up_no_member_that_aborts(form):
-    pairs = socket_ring(WORLD, "shm")
+    pairs = socket_ring(WORLD, "shm", FORMS[form].get("connections", 1))
     pid = fork_victim(pairs, 3, signal.SIGSTOP, **FORMS[form])
     try:
         with DeviceMembers(WORLD, who=SURVIVORS, **FORMS[form]) as members:

@@ -2,17 +2,22 @@
 
 import pytest
 import torch
-from device_harness import DeviceMembers
+from device_harness import FORMS, DeviceMembers
 from ftar.simulated_device import SimulatedStream
 from hypothesis import given
 from hypothesis import strategies as st
 from ring_harness import WAIT_S, RingMembers, random_tensor, same_bits, socket_ring
 
+from fabric.ftar.device import connections
 from fabric.ftar.reduce_ops import Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES, schedule, segment_bounds
 
 LENGTHS = [0, 1, 15, 17, 64, 65, 1000, 4099]
-FORMS = {"shared memory": {"shares": True}, "tcp": {"shares": False}}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(connections, "PART_BYTES", 64)
 
 
 def documented(inputs: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:

@@ -96,10 +96,10 @@ def test_gradients_of_a_model_on_the_gpu_by_way_of_the_flat_buffer():
     device.close()
 
 
-@pytest.mark.parametrize("plane", ["ipc", "tcp"])
+@pytest.mark.parametrize(("plane", "chunk"), [("ipc", 2**16), ("tcp", 2**16), ("tcp4", 2**20)])
 @pytest.mark.parametrize("world", [2, 4])
-def test_all_reduce_of_processes_on_one_gpu(world, plane):
-    check_all_reduce("cuda", world, [plane])
+def test_all_reduce_of_processes_on_one_gpu(world, plane, chunk):
+    check_all_reduce("cuda", world, [plane], chunk)
 
 
 @pytest.mark.parametrize("plane", ["ipc", "tcp"])

@@ -1,7 +1,9 @@
 """The GPU tests' code on host memory, so that the GPU tests fail for the GPU's reasons alone."""
 
+import pytest
 from rings import check_all_reduce
 
 
-def test_all_reduce_between_processes():
-    check_all_reduce("host", 2, ["ipc", "tcp"], chunk=4096)
+@pytest.mark.parametrize(("planes", "chunk"), [(["ipc", "tcp"], 4096), (["tcp4"], 2**20)])
+def test_all_reduce_between_processes(planes, chunk):
+    check_all_reduce("host", 2, planes, chunk)

@@ -8,7 +8,10 @@ import socket
 import pytest
 from lighthouse_support import TOKEN, LighthouseProcess, fabric
 
+from fabric.cli import doctor
 from fabric.cli.doctor import examine
+from fabric.runtime.config import Settings
+from fabric.runtime.system_calls import NetworkInterface, network_interfaces
 
 
 @pytest.fixture
@@ -88,6 +91,32 @@ def test_a_loopback_address_that_peers_are_told_is_found(environment, monkeypatc
     monkeypatch.setenv("FABRIC_BIND", "0.0.0.0")
     monkeypatch.setenv("FABRIC_ADVERTISE", "127.0.0.1")
     assert "own loopback" in findings("bad")
+
+
+@pytest.mark.parametrize(
+    ("advertised", "speeds", "level", "sentence"),
+    [
+        ("10.7.0.1", (1000, 25000), "warn", "on eth0 with 1000 Mbit/s), and eth1 at 10.8.0.1 has 25000"),
+        ("10.7.0.1,10.8.0.1", (1000, 25000), "ok", "on eth0 with 1000 Mbit/s, eth1 with 25000 Mbit/s)"),
+        ("10.8.0.1", (1000, 25000), "ok", "on eth1 with 25000 Mbit/s)"),
+        ("10.7.0.1", (-1, 25000), "ok", "at 10.7.0.1 (10.7.0.1)"),
+        ("10.9.0.1", (1000, 25000), "ok", "at 10.9.0.1 (10.9.0.1)"),
+        ("10.7.0.1,127.0.0.1", (1000, 25000), "bad", "127.0.0.1 is this host's own loopback"),
+    ],
+)
+def test_a_faster_interface_of_the_host_is_named(monkeypatch, advertised, speeds, level, sentence):
+    interfaces = [NetworkInterface(f"eth{i}", f"10.{7 + i}.0.1", speeds[i]) for i in range(2)]
+    monkeypatch.setattr(doctor, "network_interfaces", lambda: interfaces)
+    finding = doctor._advertise(Settings(bind="0.0.0.0", advertise=advertised))
+    assert finding.level == level and sentence in finding.what
+    assert (finding.do == "if peers reach that too, set FABRIC_ADVERTISE=10.8.0.1") == (level == "warn")
+
+
+def test_the_interfaces_of_this_host_have_addresses_and_maybe_speeds(tmp_path):
+    (tmp_path / "lo").mkdir()
+    (tmp_path / "lo" / "speed").write_text("40000\n")
+    assert NetworkInterface("lo", "127.0.0.1", 40000) in network_interfaces(tmp_path)
+    assert NetworkInterface("lo", "127.0.0.1", -1) in network_interfaces()
 
 
 def test_a_token_that_the_lighthouse_refuses_is_found(environment, tmp_path):

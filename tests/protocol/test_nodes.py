@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from fabric.model import Member, RankAddress
+from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.nodes import SPARE, NodeEnd, NodeOrder, NodeSays, ReplicaNodes
 
 TICK_S = 0.25
@@ -445,3 +447,12 @@ def test_faults_in_any_order_never_split_a_replica_and_never_stop_it_for_good(se
     world.until_all_run(120)
     world.play(30)
     assert world.all_run(), world.account()
+
+
+def test_the_host_of_a_replica_is_the_first_of_its_addresses():
+    """A launcher names its host by this address, and all ranks of the host have the same."""
+    ranks = tuple(RankAddress(f"10.0.0.5,10.1.0.5:{port}", "") for port in (2, 3))
+    member = Member("r0", 1, "10.0.0.5,10.1.0.5:1", "", ranks=ranks)
+    assert host_of(member) == "10.0.0.5"
+    elsewhere = (RankAddress("10.0.0.6,10.1.0.6:1", ""),)
+    assert host_of(Member("r0", 1, "10.0.0.5,10.1.0.5:1", "", ranks=elsewhere)) == ""

@@ -7,7 +7,14 @@ import pytest
 
 from fabric.errors import ConfigError
 from fabric.runtime import config
-from fabric.runtime.config import Settings, advertised_host, launched_ranks, parse_replicas, settings
+from fabric.runtime.config import (
+    Settings,
+    advertised_host,
+    advertised_hosts,
+    launched_ranks,
+    parse_replicas,
+    settings,
+)
 
 GOOD = {"FABRIC_REPLICA": "r0", "FABRIC_LIGHTHOUSE": "http://127.0.0.1:1/, http://127.0.0.1:2"}
 
@@ -111,6 +118,12 @@ def test_peers_dial_the_advertised_address():
     assert advertised_host(Settings(bind="0.0.0.0")) != "0.0.0.0"
     local = Settings(bind="0.0.0.0", lighthouse=("http://127.0.0.1:80", "http://no.such.host.invalid:80"))
     assert advertised_host(local) == advertised_host(Settings(bind="0.0.0.0")), "others cannot dial 127.0.0.1"
+
+
+def test_several_addresses_are_for_links_and_the_first_is_for_urls():
+    chosen = Settings(bind="0.0.0.0", advertise="10.7.0.2, 10.8.0.2,")
+    assert (advertised_host(chosen), advertised_hosts(chosen)) == ("10.7.0.2", ["10.7.0.2", "10.8.0.2"])
+    assert advertised_hosts(Settings(bind="127.0.0.1")) == ["127.0.0.1"]
 
 
 def test_peers_dial_an_address_and_a_url_under_tls_has_the_name(monkeypatch):

@@ -87,6 +87,10 @@ def greeting_with(**changes: object) -> bytes:
         {"protocol": 99},
         {"protocol": None},
         {"replica": "r" * 300},
+        {"connections": 0},
+        {"connections": 17},
+        {"connection": -1},
+        {"connection": 4, "connections": 4},
     ],
 )
 def test_a_signed_greeting_is_still_checked(changes: dict[str, object]):

@@ -283,6 +283,33 @@ def test_addresses_of_every_form():
     assert parse_address("[::1]:80") == ("::1", 80)
 
 
+async def test_ranks_and_connections_are_spread_over_the_addresses_of_a_host():
+    door = StartedListener()
+    await door.listener.start("0.0.0.0")
+    address = f"127.0.0.1,127.0.0.2,127.0.0.3:{door.listener.address[1]}"
+    for rank, connection, place in [(0, 0, 1), (0, 1, 2), (0, 5, 3)]:
+        asked = greeting(rank=rank, connection=connection, connections=6, kind="data", to_rank=0)
+        with await dial(address, asked, TOKEN, 5) as ours:
+            assert ours.getpeername()[0] == f"127.0.0.{place}"
+        (await door.arrival())[1].close()
+    await door.listener.close()
+
+
+async def test_the_next_address_is_dialled_where_one_leads_nowhere():
+    """The listener has one of two addresses: as where an interface is down."""
+    async with open_door() as door:
+        port = door.listener.address[1]
+        for number in range(2):
+            asked = greeting(connection=number, connections=2, kind="data")
+            with await dial(f"127.0.0.1,127.0.0.2:{port}", asked, TOKEN, 5) as ours:
+                assert ours.getpeername()[0] == "127.0.0.1"
+            (await door.arrival())[1].close()
+        with pytest.raises(Unconnected, match=r"127\.0\.0\.3:"):
+            await dial(f"127.0.0.2,127.0.0.3:{port}", greeting(), TOKEN, 5)
+        with pytest.raises(ConfigError, match="not an address"):
+            await dial("127.0.0.2,127.0.0.3", greeting(), TOKEN, 5)
+
+
 FORKING = """
 import asyncio, os, signal, socket, uvloop
 from fabric.transport.greeting import Greeting

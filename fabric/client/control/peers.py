@@ -47,11 +47,12 @@ class ProcessKey(NamedTuple):
 
 
 class _RingArrival(NamedTuple):
-    """The key of a ring link that a peer has dialled and that its epoch has not taken yet."""
+    """The key of a ring link's connection that a peer has dialled and that its epoch has not taken yet."""
 
     epoch: int
     dialler: ProcessKey
     lane: int
+    connection: int = 0
 
 
 @dataclass(slots=True)
@@ -65,6 +66,15 @@ class _RingLink:
     next_rank: int = -1  # -1: the rank of this process
     next_socket: socket.socket | None = None
     previous_socket: socket.socket | None = None
+    further_next: list[socket.socket] = field(default_factory=list)
+    further_previous: list[socket.socket] = field(default_factory=list)
+
+
+class _RingConnection(NamedTuple):
+    """A connection that a peer has dialled, and how many its link has."""
+
+    sock: socket.socket
+    connections: int
 
 
 @dataclass(slots=True)
@@ -103,7 +113,7 @@ class Peers:
         self._feed: Callable[[io.Event], None] = lambda _: None
         self._listener = Listener(identity, self._accepted, self._on_connection)
         self._links: dict[ProcessKey, Link] = {}
-        self._ring_arrivals: dict[_RingArrival, socket.socket] = {}
+        self._ring_arrivals: dict[_RingArrival, _RingConnection] = {}
         self._epochs: dict[int, _Linking] = {}
         # Dial each peer once for all epochs that need the link: a second dial would replace the first link.
         self._dials: dict[ProcessKey, asyncio.Task[None]] = {}
@@ -154,8 +164,8 @@ class Peers:
         for task in (*self._tasks, *self._dials.values(), *bringing_up):
             task.cancel()
         await self._listener.close()
-        for sock in self._ring_arrivals.values():
-            sock.close()
+        for arrived in self._ring_arrivals.values():
+            arrived.sock.close()
 
     def send(self, replica: str, incarnation: int, message: PeerMessage) -> None:
         """Queue a message; without a link it is dropped, and the core hears LinkLost."""
@@ -200,11 +210,12 @@ class Peers:
             if linking.task is not None:
                 linking.task.cancel()
             if not linking.done:
-                for sock in (s for ring in linking.rings for s in (ring.next_socket, ring.previous_socket)):
-                    if sock is not None:
-                        sock.close()
+                for ring in linking.rings:
+                    for sock in (ring.next_socket, *ring.further_next):
+                        if sock is not None:
+                            sock.close()
         for key in [k for k in self._ring_arrivals if k.epoch < record.epoch]:
-            self._ring_arrivals.pop(key).close()
+            self._ring_arrivals.pop(key).sock.close()
         self._plane.retire(record.epoch)
         if self._lanes is not None:
             self._lanes.retire(record.epoch)
@@ -251,21 +262,30 @@ class Peers:
         position = record.names.index(self._me.replica)
         ring = Ring(record.epoch, position, record.names)
         for link in linking.rings:
-            arrival = _RingArrival(record.epoch, link.previous, link.lane)
-            link.previous_socket = self._ring_arrivals.pop(arrival)
-            self._install_ring(link.lane, ring, link.next_socket, link.previous_socket)
+            keys = self._arrived(_RingArrival(record.epoch, link.previous, link.lane))
+            link.previous_socket, *link.further_previous = (self._ring_arrivals.pop(x).sock for x in keys)
+            self._install_ring(link, ring)
         if len(record.roster) == 1:
             numbers = [x.lane for x in self._lanes.enter(record).rings] if self._lanes is not None else [0]
             for lane in numbers:
-                self._install_ring(lane, ring, None, None)
+                self._install_ring(_RingLink(lane, record.roster[0], self._me, ""), ring)
 
-    def _install_ring(
-        self, lane: int, ring: Ring, following: socket.socket | None, previous: socket.socket | None
-    ) -> None:
+    def _install_ring(self, link: _RingLink, ring: Ring) -> None:
+        sockets = link.next_socket, link.previous_socket, link.further_next, link.further_previous
         if isinstance(self._plane, LanePlane):
-            self._plane.install_lane(lane, ring, following, previous)
+            self._plane.install_lane(link.lane, ring, *sockets)
         else:
-            self._plane.install(ring, following, previous)
+            self._plane.install(ring, *sockets)
+
+    def _arrived(self, first: _RingArrival) -> list[_RingArrival]:
+        """Return the keys of all connections of a link that a peer has dialled, none before all are there."""
+        arrived = self._ring_arrivals.get(first)
+        if arrived is None:
+            return []
+        # A unix socket is alone: the dialler could not know that it would get one.
+        count = 1 if arrived.sock.family == socket.AF_UNIX else arrived.connections
+        keys = [first._replace(connection=number) for number in range(count)]
+        return keys if all(key in self._ring_arrivals for key in keys) else []
 
     def _rings_of(self, record: Record) -> list[_RingLink]:
         """Return the rings of this rank in ``record``, still without sockets."""
@@ -300,7 +320,7 @@ class Peers:
         missing = [] if self._identity.rank else [key.replica for key in others if key not in self._links]
         for ring in linking.rings if not linking.done else ():
             arrival = _RingArrival(record.epoch, ring.previous, ring.lane)
-            if arrival not in self._ring_arrivals and ring.previous.replica not in missing:
+            if not self._arrived(arrival) and ring.previous.replica not in missing:
                 missing.append(ring.previous.replica)
             if ring.next_socket is None and ring.next_member.replica not in missing:
                 missing.append(ring.next_member.replica)
@@ -344,13 +364,20 @@ class Peers:
             self._adopt(key, sock)
 
     async def _dial_next(self, linking: _Linking, ring: _RingLink) -> None:
-        if ring.next_socket is not None:
-            return
         record, member = linking.record, ring.next_member
         greeting = self._greeting(record.store_id, member, "data", record.epoch)
-        greeting = replace(greeting, lane=ring.lane, to_rank=ring.next_rank)
+        count = self._plane.connections
+        greeting = replace(greeting, lane=ring.lane, to_rank=ring.next_rank, connections=count)
         with self._noted(linking, member):
-            ring.next_socket = await self._dial(ring.next_address, greeting, lambda: False)
+            if ring.next_socket is None:
+                ring.next_socket = await self._dial(ring.next_address, greeting, lambda: False)
+            if ring.next_socket is None or ring.next_socket.family == socket.AF_UNIX:
+                return
+            for number in range(len(ring.further_next) + 1, count):
+                greeting = replace(greeting, connection=number)
+                sock = await self._dial(ring.next_address, greeting, lambda: False)
+                assert sock is not None
+                ring.further_next.append(sock)
 
     async def _dial(
         self, address: str, greeting: Greeting, is_up: Callable[[], bool]
@@ -361,7 +388,8 @@ class Peers:
         while not is_up():
             try:
                 token = self._token.shown().encode()
-                return await dial(address, greeting, token, _DIAL_S, self._plane.shares_memory)
+                local = self._plane.shares_memory and not greeting.connection
+                return await dial(address, greeting, token, _DIAL_S, local)
             except Unconnected:
                 if time.monotonic() - since >= CONNECT_S:
                     raise
@@ -451,15 +479,17 @@ class Peers:
             case "echo":
                 self._spawn(link_echo.answer_echo(sock))
             case _:
-                self._keep(_RingArrival(greeting.epoch, key, greeting.lane), sock)
+                arrival = _RingArrival(greeting.epoch, key, greeting.lane, greeting.connection)
+                self._keep(arrival, _RingConnection(sock, greeting.connections))
 
-    def _keep(self, arrival: _RingArrival, sock: socket.socket) -> None:
+    def _keep(self, arrival: _RingArrival, connection: _RingConnection) -> None:
         if (stale := self._ring_arrivals.pop(arrival, None)) is not None:
-            stale.close()
-        self._ring_arrivals[arrival] = sock
+            stale.sock.close()
+        self._ring_arrivals[arrival] = connection
         needed = {_RingArrival(n, r.previous, r.lane) for n, x in self._epochs.items() for r in x.rings}
-        for early in [x for x in self._ring_arrivals if x not in needed][:-MOST_EARLY]:
-            self._ring_arrivals.pop(early).close()
+        early = [x for x in self._ring_arrivals if x._replace(connection=0) not in needed]
+        for key in early[:-MOST_EARLY]:
+            self._ring_arrivals.pop(key).sock.close()
         self._changed()
 
     def _adopt(self, key: ProcessKey, sock: socket.socket) -> None:

@@ -11,6 +11,7 @@ Where replicas may have unequal layouts, lanes are gathered from the flat buffer
 memory of their own, and scattered back.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
@@ -21,13 +22,14 @@ from fabric.ckpt_server.format.manifest import bytes_digest
 from fabric.ckpt_server.state.device_digest import BLOCK_BYTES, device_digest
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import Bucket, FlatGradients, NamedParameter
+from fabric.ftar.device.connections import connections_for
 from fabric.ftar.device.cuda import CudaDevice, CudaEvent
 from fabric.ftar.device.device_ring import CHUNK_BYTES, DeviceRing
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.lanes import LaneDirectory, LanePlane
 from fabric.ftar.plane import DataPlane
 from fabric.ftar.process_group_plane import GroupPlane, NcclFactory
-from fabric.runtime.config import Settings
+from fabric.runtime.config import Settings, launched_ranks
 
 _LEAST_CHUNK_BYTES = 64 * 1024
 _DIGESTED_BYTES = 8 * BLOCK_BYTES
@@ -286,7 +288,12 @@ def device_backend(
     nbytes = gradients.nbytes if lanes is None else lanes.model_bytes
     chunk = min(CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, nbytes))
     ring = DeviceRing(
-        device, chunk, exchange_s=settings.exchange_s, shares=settings.data_plane != "tcp", on_piece=on_piece
+        device,
+        chunk,
+        exchange_s=settings.exchange_s,
+        shares=settings.data_plane != "tcp",
+        on_piece=on_piece,
+        connections=connections_for(len(os.sched_getaffinity(0)) // launched_ranks()),
     )
     plane = ring if lanes is None else LanePlane(ring.sibling, registers=True)
     return plane, DeviceBackend(device, gradients.nbytes)

@@ -20,7 +20,7 @@ from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sha
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
 from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest
-from fabric.runtime.config import Settings, advertised_host, layout_orders
+from fabric.runtime.config import Settings, advertised_hosts, layout_orders
 from fabric.runtime.http.http_service import url_host
 from fabric.runtime.rank_layout import read_offer
 from fabric.runtime.system_calls import seconds_since_boot
@@ -70,7 +70,7 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     config = _config(settings, parts.exchange.retain, setup.plan)
     port = engine.listen(settings.bind, settings.ports)
     ckpt = parts.handle.url + (f"#{process.rank}" if process.rank else "")
-    address = RankAddress(f"{url_host(advertised_host(settings))}:{port}", ckpt)
+    address = RankAddress(",".join(map(url_host, advertised_hosts(settings))) + f":{port}", ckpt)
     gradients, cuts = parts.gradients, _cuts(parts)
     if process.group is None:
         identity = _identity(parts, setup, address, gradients.layout)

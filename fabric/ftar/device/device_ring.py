@@ -1,8 +1,8 @@
 """The data plane for tensors in a device's memory: a ring whose chunks never block the compute stream.
 
-Between hosts a chunk goes device -> page-locked slot -> TCP -> page-locked slot -> device; between processes
-on one host the next member reads it out of device memory that this one shares. Sums are made on the device,
-in the order and the arithmetic of every other plane.
+Between hosts a chunk goes device -> page-locked slot -> TCP -> page-locked slot -> device, over all
+connections of the link at once. Between processes on one host the next member reads it out of device memory
+that this one shares. Sums are made on the device, in the order and the arithmetic of every other plane.
 """
 
 import base64
@@ -14,9 +14,9 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -31,13 +31,18 @@ from fabric.ftar.chunk_headers import (
     ChunkHeader,
     ExchangeSpec,
     check_expected,
-    digest,
     pack,
     to_previous,
     unpack,
 )
+from fabric.ftar.device.connections import (
+    Connections,
+    MoverThreads,
+    PartReceiver,
+    PartSender,
+)
 from fabric.ftar.device.cuda import CudaDevice, CudaEvent, SharedMemoryHandle
-from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, Waiting, is_shared, lost
+from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, Waiting, is_shared, lost, received
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
 from fabric.ftar.ring_exchange import PieceSender, RingExchange
@@ -50,7 +55,7 @@ _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 class DeviceWorkspace:
-    """The two side streams of a plane and its slots of one chunk, all allocated once.
+    """The two side streams of a plane, its slots of one chunk, all allocated once, and its threads.
 
     ``slots`` bounds the chunks under way in each direction, ``group`` those of a segment that go together.
     """
@@ -70,6 +75,7 @@ class DeviceWorkspace:
         # that event.
         self.free: deque[tuple[int, CudaEvent | None]] = deque()
         self.unfinished: list[CudaEvent] = []
+        self.senders, self.receivers = MoverThreads(), MoverThreads()
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._registered: list[torch.Tensor] = []
         self._lock = threading.Lock()
@@ -107,7 +113,9 @@ class DeviceWorkspace:
                 os.eventfd_write(self.wakeup_fd, 1)
 
     def close(self) -> None:
-        """Close the descriptor that wakes the exchange."""
+        """End the threads, and close the descriptor that wakes the exchange."""
+        self.senders.close()
+        self.receivers.close()
         with self._lock:
             if self.wakeup_fd >= 0:
                 os.close(self.wakeup_fd)
@@ -127,7 +135,6 @@ class ReductionTask:
     operation: str
     weight: float
     header: Callable[[RingPiece, int, int], ChunkHeader]
-    checksum: bool
     on_piece: Callable[[], None]
 
     @property
@@ -143,6 +150,18 @@ class ReductionTask:
     def size(self, piece: RingPiece) -> int:
         """Return bytes of ``piece`` on the wire."""
         return (piece.stop - piece.start) * self.dtype(piece).itemsize
+
+    def header_of_part(
+        self,
+        pieces: Sequence[RingPiece],
+        source: int,
+        connections: int,
+        connection: int,
+        number: int,
+        size: int,
+    ) -> ChunkHeader:
+        """Return the header of a part of piece ``number``, where each connection carries one."""
+        return replace(self.header(pieces[number], source, size), sequence=number * connections + connection)
 
     def accumulate(self, piece: RingPiece, received: torch.Tensor, total: torch.Tensor) -> None:
         """``total = received (+) own``, finished into the result where ``piece`` is the last of its sum."""
@@ -252,6 +271,20 @@ class DeviceLinks(EpochLinks):
         self.accepted: bool | None = None if self.offers else False
         self.inbox: torch.Tensor | None = None
         self.credits = 0
+        # The connections after the first ones. Messages go backward on the first ones only.
+        self.further_next: Sequence[socket.socket] = ()
+        self.further_previous: Sequence[socket.socket] = ()
+
+    def add(self, further_next: Sequence[socket.socket], further_previous: Sequence[socket.socket]) -> None:
+        """Take further connections of both links; they are closed with the first ones."""
+        self.further_next, self.further_previous = further_next, further_previous
+        for sock in (*further_next, *further_previous):
+            sock.setblocking(False)
+
+    def release(self) -> None:
+        super().release()
+        for sock in (*self.further_next, *self.further_previous):
+            sock.close()
 
     def make_offer(self, device: CudaDevice, nbytes: int) -> bytes:
         """Allocate the outbox; return the bytes that offer it."""
@@ -305,13 +338,14 @@ class Outgoing(PieceSender):
         self._task, self._links, self._space = task, links, space
         self._copies: deque[CudaEvent] = deque()
         self._begun = self._ready = 0
+        self.connections: Connections | None = None
         if links.offers:
             offer = links.make_offer(space.device, space.chunk_bytes * space.slots)
             self._under_way = [memoryview(offer)]
 
     @property
     def _freed(self) -> int:
-        return self._links.credits if self._links.accepted else self._index - bool(self._under_way)
+        return self._links.credits if self._links.accepted else self._index
 
     @property
     def done(self) -> bool:
@@ -366,17 +400,29 @@ class Outgoing(PieceSender):
             self._ready += 1
         return self._ready
 
+    def pump(self, free: int) -> bool:
+        if self._under_way or self._links.accepted is not False:
+            return super().pump(free)  # the offer, or a header
+        if self.connections is None:
+            self.connections = self._connect()
+        self.connections.allow(free)
+        before, self._index = self._index, self.connections.complete
+        return self._index > before
+
     def send(self) -> int:
         return self._sock.sendmsg(self._under_way)
 
     def frame(self, piece: RingPiece) -> list[memoryview]:
-        size = self._task.size(piece)
-        header = self._task.header(piece, self._links.ring.position, size)
-        if self._links.accepted:
-            return [memoryview(pack(header))]
-        payload = self._space.outgoing[self._index % self._space.slots].numpy().data[:size]
-        payload_digest = digest(payload) if self._task.checksum else None
-        return [memoryview(pack(header, payload_digest)), payload]
+        position = self._links.ring.position
+        return [memoryview(pack(self._task.header(piece, position, self._task.size(piece))))]
+
+    def _connect(self) -> Connections:
+        task, links, space = self._task, self._links, self._space
+        sockets = (self._sock, *links.further_next)
+        header = partial(task.header_of_part, self._pieces, links.ring.position, len(sockets))
+        memory = [slot.numpy().data for slot in space.outgoing]
+        movers = [PartSender(sock, partial(header, n), memory) for n, sock in enumerate(sockets)]
+        return Connections(movers, list(map(task.size, self._pieces)), space.senders, space.wake)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,9 +448,9 @@ class Incoming:
         self._uses: deque[CudaEvent] = deque()
         self._head = bytearray(OFFER_HEAD_BYTES if links.expects_offer else HEADER_BYTES)
         self._offer: bytearray | None = None
-        self._chunk: ChunkHeader | None = None
-        self._digest: int | None = None  # of the chunk's bytes; None where the sender made none
+        self._chunk: ChunkHeader | None = None  # in shared memory
         self._filled = 0
+        self.connections: Connections | None = None
         self.arrived: dict[int, Arrival] = {}
         self.completed = 0
         self.everybody = False
@@ -415,10 +461,12 @@ class Incoming:
 
     @property
     def receiving(self) -> bool:
-        """Whether this member can receive bytes now."""
-        return self.completed < len(self._pieces) and (
-            self._chunk is None or self._filled > 0 or self._has_room()
-        )
+        """Whether bytes of the previous member are missing."""
+        if self.completed == len(self._pieces):
+            return False
+        if self.connections is not None:
+            return self.connections.complete == self.completed
+        return self._chunk is None or self._has_room()
 
     @property
     def copying(self) -> bool:
@@ -439,12 +487,13 @@ class Incoming:
 
         Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used.
         """
-        if not self.receiving:
+        if self.completed == len(self._pieces):
             return False, False
-        chunk = self._chunk
-        if chunk is not None and self._links.inbox is not None:
-            return self._take(chunk)
-        target = self._target()
+        if self._links.inbox is None and not self._links.expects_offer:
+            return self._take_bytes()
+        if self._chunk is not None:
+            return self._take_shared(self._chunk)
+        target = memoryview(self._head if self._offer is None else self._offer)
         try:
             count = self._sock.recv_into(target[self._filled :])
         except BlockingIOError:
@@ -453,27 +502,16 @@ class Incoming:
             raise EOFError
         self._filled += count
         if self._filled < len(target):
-            return True, chunk is not None
+            return True, False
         self._filled = 0
-        if chunk is not None:
-            return self._take(chunk)
         if self._links.expects_offer:
             self._read_offer()
         else:
             piece = self._pieces[self.completed]
-            chunk, self._digest = unpack(self._head)
+            chunk, _ = unpack(self._head)
             check_expected(chunk, self._task.header(piece, self._source, self._task.size(piece)))
             self._chunk = chunk
         return True, False
-
-    def _target(self) -> memoryview:
-        if self._chunk is not None:
-            return self._staged().numpy().data
-        return memoryview(self._head if self._offer is None else self._offer)
-
-    def _staged(self) -> torch.Tensor:
-        assert self._chunk is not None
-        return self._space.incoming[self.completed % self._space.slots][: self._chunk.size]
 
     def _read_offer(self) -> None:
         if self._offer is None:
@@ -488,27 +526,37 @@ class Incoming:
         # A chunk that this member reads from shared memory needs no slot of this member.
         return (piece.gather or bool(space.free)) and len(self._uses) < space.slots
 
-    def _take(self, chunk: ChunkHeader) -> tuple[bool, bool]:
-        piece = self._pieces[self.completed]
-        if self._links.inbox is None:
-            data = self._staged()
-            if self._digest is not None and self._digest != digest(data.numpy().data):
-                raise ProtocolError(
-                    f"chunk {chunk.sequence} does not match its digest: bytes were corrupted on the way or "
-                    "in memory; if it repeats, check that host's memory and network"
-                )
-        else:
-            begin = self.completed % self._space.slots * self._space.chunk_bytes
-            data = self._links.inbox[begin : begin + chunk.size]
+    def _take_shared(self, chunk: ChunkHeader) -> tuple[bool, bool]:
+        if not self._has_room():
+            return False, False
+        assert self._links.inbox is not None
+        begin = self.completed % self._space.slots * self._space.chunk_bytes
         self._chunk = None
-        self._use(piece, data)
-        self.everybody = self.everybody or piece.everybody
-        self.completed += 1
+        self._use(self._links.inbox[begin : begin + chunk.size])
         return True, True
 
-    def _use(self, piece: RingPiece, data: torch.Tensor) -> None:
-        """Enqueue the work on ``data``, which must not change until the event."""
-        task, up = self._task, self._space.up
+    def _take_bytes(self) -> tuple[bool, bool]:
+        space = self._space
+        if self.connections is None:
+            self.connections = self._connect()
+        self.connections.allow(self.completed - len(self._uses) + space.slots)
+        took = self.completed < self.connections.complete and self._has_room()
+        if took:
+            size = self._task.size(self._pieces[self.completed])
+            self._use(space.incoming[self.completed % space.slots][:size])
+        return took, took
+
+    def _connect(self) -> Connections:
+        task, links, space = self._task, self._links, self._space
+        sockets = (self._sock, *links.further_previous)
+        header = partial(task.header_of_part, self._pieces, self._source, len(sockets))
+        memory = [slot.numpy().data for slot in space.incoming]
+        movers = [PartReceiver(sock, partial(header, n), memory) for n, sock in enumerate(sockets)]
+        return Connections(movers, list(map(task.size, self._pieces)), space.receivers, space.wake)
+
+    def _use(self, data: torch.Tensor) -> None:
+        """Enqueue the work on ``data``, the next piece, which must not change until the event."""
+        task, up, piece = self._task, self._space.up, self._pieces[self.completed]
         landed = task.result[piece.start : piece.stop].view(torch.uint8)
         slot = None
         if piece.gather:
@@ -520,6 +568,8 @@ class Incoming:
         self._space.device.when(event, self._space.wake)
         if not (piece.gather and piece.last):
             self.arrived[piece.sequence] = Arrival(landed, event, slot)
+        self.everybody = self.everybody or piece.everybody
+        self.completed += 1
 
     def _accumulate(
         self, piece: RingPiece, data: torch.Tensor, landed: torch.Tensor
@@ -556,7 +606,7 @@ _CHUNK_UNIT_BYTES = ALIGNMENT * 8
 class DeviceExchange(RingExchange[DeviceLinks]):
     """One reduction of ``task`` over ``links``.
 
-    A thread moves headers and bytes while the streams move the data:
+    Threads move headers and bytes while the streams move the data:
 
         device memory --down--> slot --TCP, or shared memory--> slot --up--> accumulate on the device
 
@@ -580,13 +630,25 @@ class DeviceExchange(RingExchange[DeviceLinks]):
         receiver = Incoming(task, links, space, pieces.receives)
         super().__init__(links, sender, receiver, f"step {step}", task.on_piece)
         self._poll.register(space.wakeup_fd, select.POLLIN)
+        for sock in links.further_next:
+            self._poll.register(sock, select.POLLIN)  # only the end of such a link comes back
 
     def run(self, bounds: Bounds, waiting: Waiting) -> None:
         """Reduce. Raises RoundAborted; ``waiting`` is kept up to date throughout."""
         for event in self._space.unfinished:
             self._space.device.when(event, self._space.wake)
-        super().run(bounds, waiting)
+        try:
+            super().run(bounds, waiting)
+        finally:
+            for connections in self._connected():
+                connections.close()
         self._links.check()
+
+    def _connected(self) -> list[Connections]:
+        return [x for x in (self._in.connections, self._out.connections) if x is not None]
+
+    def moved_s(self) -> float:
+        return max((x.moved_s() for x in self._connected()), default=0.0)
 
     def move(self) -> tuple[bool, bool]:
         space = self._space
@@ -606,12 +668,17 @@ class DeviceExchange(RingExchange[DeviceLinks]):
         return ring.previous if self._in.receiving else ring.next
 
     def hears_previous(self) -> bool:
-        return self._in.receiving and not self._space.unfinished
+        return self._in.connections is None and self._in.receiving and not self._space.unfinished
 
     def sleep(self, timeout_s: float) -> dict[int, int]:
         ready = super().sleep(timeout_s)
         if self._space.wakeup_fd in ready:
             os.eventfd_read(self._space.wakeup_fd)
+        for sock in self._links.further_next:
+            if sock.fileno() in ready:
+                self._links.hear_back()  # the reason of an abort may have come before the end
+                if received(sock, peer := self._links.ring.next):
+                    raise RoundAborted(f"{peer} answered on a connection that only takes pieces", peer)
         return ready
 
 
@@ -621,8 +688,8 @@ class DeviceRing(EpochPlane[DeviceLinks]):
     ``chunk_bytes``, ``slots`` and ``group`` must be equal on all members. A link has at most chunk_bytes *
     slots under way. The plane allocates chunk_bytes * (3 * slots + 2 * group + 1); 2 * slots of these chunks
     lie in host memory. ``shares``: let neighbours on one host read each other's device memory if they can;
-    otherwise chunks go over TCP. ``exchange_s``, ``checksum`` (for TCP) and ``on_piece`` are as in
-    ``CpuRing``.
+    otherwise chunks go over TCP, on so many ``connections`` to the next member. ``exchange_s`` and
+    ``on_piece`` are as in ``CpuRing``.
     """
 
     def __init__(
@@ -633,8 +700,8 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         group: int = GROUP,
         exchange_s: float = 30.0,
         shares: bool = True,
-        checksum: bool = True,
         on_piece: Callable[[int], None] = lambda _step: None,
+        connections: int = 1,
     ) -> None:
         if chunk_bytes < _CHUNK_UNIT_BYTES or chunk_bytes > 2**30 or slots < 2 or group < 1:
             raise ConfigError(
@@ -644,8 +711,8 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         super().__init__(Bounds(7200.0, exchange_s), device.owns, partial(DeviceLinks, shares=shares))
         self._device = device
         self._shares = shares
-        self._checksum = checksum
         self._on_piece = on_piece
+        self.connections = connections
         self._space = DeviceWorkspace(
             device, chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES, slots, group
         )
@@ -741,6 +808,4 @@ class DeviceRing(EpochPlane[DeviceLinks]):
             return ChunkHeader(spec, kind, member, piece.sequence, size)
 
         on_piece = partial(self._on_piece, step)
-        return ReductionTask(
-            source, result, reduction.operation, reduction.weight, header, self._checksum, on_piece
-        )
+        return ReductionTask(source, result, reduction.operation, reduction.weight, header, on_piece)

@@ -12,16 +12,19 @@
  *
  * `fold` sums what lies in several members' memory on this host, by the same arithmetic.
  *
- * The sockets are non-blocking. A call moves what can move, without the interpreter's lock, and returns. */
+ * The sockets are non-blocking. A call moves what can move, without the interpreter's lock, and returns. A thread
+ * that has nothing else to do names a descriptor at which it stops: then a call moves the whole piece. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <errno.h>
+#include <poll.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <time.h>
 
 /* Bytes per call of the kernel: half of a usual second-level cache. */
 #define BLOCK_BYTES (256 * 1024)
@@ -427,6 +430,32 @@ static void decode(int form, const uint8_t *from, f32 *into, size_t count)
         wide(from, form, into, count);
 }
 
+/* ---- Waiting --------------------------------------------------------------------------------------------------- */
+
+/* Note the time, for a thread that waits for progress. */
+static void stamp(double *moved_s)
+{
+    struct timespec now;
+    double seconds;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    seconds = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+    __atomic_store(moved_s, &seconds, __ATOMIC_RELAXED);
+}
+
+static PyObject *stamped(const double *moved_s)
+{
+    double seconds;
+    __atomic_load(moved_s, &seconds, __ATOMIC_RELAXED);
+    return PyFloat_FromDouble(seconds);
+}
+
+/* Wait until bytes can move; false where `stop` is readable, or is -1: the caller does not want to wait. */
+static int ready(int fd, short direction, int stop)
+{
+    struct pollfd both[2] = {{fd, direction, 0}, {stop, POLLIN, 0}};
+    return stop >= 0 && (poll(both, 2, -1) < 0 || !both[1].revents);
+}
+
 /* ---- Receiving ------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -441,6 +470,7 @@ typedef struct {
     uint8_t trailer[DIGEST_BYTES];
     Digest arrived_digest, kept_digest;
     Sum sum;
+    double moved_s;
 } Inlet;
 
 static size_t kept_bytes(const Inlet *in, Py_ssize_t bytes)
@@ -538,18 +568,20 @@ static PyObject *moved(Py_ssize_t bytes, ssize_t last, int why)
     return last ? PyErr_SetFromErrno(PyExc_OSError) : (PyErr_SetNone(PyExc_EOFError), NULL);
 }
 
-static PyObject *inlet_pump(Inlet *in, PyObject *Py_UNUSED(nothing))
+static PyObject *inlet_pump(Inlet *in, PyObject *arguments)
 {
     Py_ssize_t bytes = 0;
     ssize_t count = 1;
-    int why = 0;
+    int why = 0, stop = -1;
+    if (!PyArg_ParseTuple(arguments, "|i", &stop))
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
-    while (!complete(in) && bytes < PUMP_BYTES) {
+    while (!complete(in) && (bytes < PUMP_BYTES || stop >= 0)) {
         count = receive(in);
         why = errno;
         if (count > 0)
-            bytes += count;
-        else if (!count || why != EINTR)
+            bytes += count, stamp(&in->moved_s);
+        else if (!count || (why != EINTR && !(why == EAGAIN && ready(in->fd, POLLIN, stop))))
             break;
     }
     Py_END_ALLOW_THREADS
@@ -614,6 +646,11 @@ static PyObject *inlet_begin(Inlet *in, PyObject *arguments)
     memset(&in->kept_digest, 0, sizeof(Digest));
     in->sum = (Sum){received, in->element, kept, in->operation, last && in->operation == MEAN ? in->weight : 0};
     Py_RETURN_NONE;
+}
+
+static PyObject *inlet_moved_s(Inlet *in, PyObject *Py_UNUSED(nothing))
+{
+    return stamped(&in->moved_s);
 }
 
 static PyObject *inlet_kept(Inlet *in, PyObject *Py_UNUSED(nothing))
@@ -692,6 +729,7 @@ typedef struct {
     Py_ssize_t trailer_ready;
     uint8_t header[MOST_HEADER_BYTES], trailer[DIGEST_BYTES];
     Digest digest;
+    double moved_s;
 } Outlet;
 
 static int may_send(const Outlet *out)
@@ -739,18 +777,20 @@ static ssize_t send_some(Outlet *out)
     return sendmsg(out->fd, &message, MSG_NOSIGNAL);
 }
 
-static PyObject *outlet_pump(Outlet *out, PyObject *Py_UNUSED(nothing))
+static PyObject *outlet_pump(Outlet *out, PyObject *arguments)
 {
     Py_ssize_t bytes = 0;
     ssize_t count = -1;
-    int why = EAGAIN;
+    int why = EAGAIN, stop = -1;
+    if (!PyArg_ParseTuple(arguments, "|i", &stop))
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
     while (may_send(out)) {
         count = send_some(out);
         why = errno;
         if (count >= 0)
-            bytes += count, out->sent += count;
-        else if (why != EINTR)
+            bytes += count, out->sent += count, stamp(&out->moved_s);
+        else if (why != EINTR && !(why == EAGAIN && ready(out->fd, POLLOUT, stop)))
             break;
     }
     Py_END_ALLOW_THREADS
@@ -759,6 +799,11 @@ static PyObject *outlet_pump(Outlet *out, PyObject *Py_UNUSED(nothing))
         hold(&out->source, Py_None, 0);
     }
     return moved(bytes, -1, why);
+}
+
+static PyObject *outlet_moved_s(Outlet *out, PyObject *Py_UNUSED(nothing))
+{
+    return stamped(&out->moved_s);
 }
 
 static PyObject *outlet_may_send(Outlet *out, PyObject *Py_UNUSED(nothing))
@@ -911,8 +956,9 @@ static PyObject *fold_parts(PyObject *Py_UNUSED(module), PyObject *arguments)
 #define METHOD(NAME, FUNCTION, KIND) {NAME, (PyCFunction)(void (*)(void))FUNCTION, KIND, "See piece_moves.pyi."}
 
 static PyMethodDef inlet_methods[] = {
-    METHOD("begin", inlet_begin, METH_VARARGS), METHOD("pump", inlet_pump, METH_NOARGS),
-    METHOD("kept", inlet_kept, METH_NOARGS), METHOD("finish", inlet_finish, METH_NOARGS), {0}};
+    METHOD("begin", inlet_begin, METH_VARARGS), METHOD("pump", inlet_pump, METH_VARARGS),
+    METHOD("kept", inlet_kept, METH_NOARGS), METHOD("finish", inlet_finish, METH_NOARGS),
+    METHOD("moved_s", inlet_moved_s, METH_NOARGS), {0}};
 static PyType_Slot inlet_slots[] = {
     {Py_tp_new, inlet_new}, {Py_tp_dealloc, inlet_dealloc}, {Py_tp_methods, inlet_methods}, {0, NULL}};
 static PyType_Spec inlet_spec = {
@@ -920,7 +966,8 @@ static PyType_Spec inlet_spec = {
 
 static PyMethodDef outlet_methods[] = {
     METHOD("begin", outlet_begin, METH_VARARGS), METHOD("allow", outlet_allow, METH_VARARGS),
-    METHOD("pump", outlet_pump, METH_NOARGS), METHOD("may_send", outlet_may_send, METH_NOARGS), {0}};
+    METHOD("pump", outlet_pump, METH_VARARGS), METHOD("may_send", outlet_may_send, METH_NOARGS),
+    METHOD("moved_s", outlet_moved_s, METH_NOARGS), {0}};
 static PyType_Slot outlet_slots[] = {
     {Py_tp_new, outlet_new}, {Py_tp_dealloc, outlet_dealloc}, {Py_tp_methods, outlet_methods}, {0, NULL}};
 static PyType_Spec outlet_spec = {

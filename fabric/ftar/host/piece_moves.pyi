@@ -62,11 +62,15 @@ class Inlet:
         last sum becomes what the form can hold. Raises ValueError where the sizes do not fit.
         """
 
-    def pump(self) -> int:
+    def pump(self, stop: int = -1) -> int:
         """Receive what has come of the piece and its digest, a MiB or so at most; return the bytes.
 
-        Raises BlockingIOError, another OSError, or EOFError where none has come.
+        Raises BlockingIOError, another OSError, or EOFError where none has come. With ``stop``, a
+        descriptor, receive all of it, and return early only at an error or when ``stop`` is readable.
         """
+
+    def moved_s(self) -> float:
+        """Return the monotonic time at which bytes came last, 0 for never; from any thread."""
 
     def kept(self) -> int:
         """Return the bytes of ``into``, with a form of ``onward``, that are complete."""
@@ -101,8 +105,14 @@ class Outlet:
     def allow(self, ready: int, digest: bytes | None = None) -> None:
         """Let the first ``ready`` bytes of the payload go, and with the last ones its ``digest``."""
 
-    def pump(self) -> int:
-        """Send what the socket takes; return the bytes. Raises OSError where none went: BlockingIOError."""
+    def pump(self, stop: int = -1) -> int:
+        """Send what the socket takes; return the bytes. Raises OSError where none went: BlockingIOError.
+
+        With ``stop``, a descriptor, send all, and return early only at an error or when ``stop`` is readable.
+        """
+
+    def moved_s(self) -> float:
+        """Return the monotonic time at which bytes went last, 0 for never; from any thread."""
 
     def may_send(self) -> bool:
         """Whether bytes may go that have not gone."""

@@ -137,7 +137,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 replica="transport",
                 run_dir=Path(self._folder) / "run",
                 bind=chosen.bind,
-                advertise=chosen.advertise,
+                advertise=chosen.advertise.partition(",")[0],
                 token_file=chosen.token_file,
                 tls_cert=chosen.tls_cert,
                 tls_key=chosen.tls_key,

@@ -119,7 +119,7 @@ class FailureEvidence:
         statuses: dict[str, list[LastStatus | None]] = {}
         for rank, address in enumerate(member.addresses):
             status = self.state.liveness.servers.of_process(member, rank)
-            statuses.setdefault(address.link.rpartition(":")[0], []).append(status)
+            statuses.setdefault(address.host, []).append(status)
         failed = [
             (x.since, host)
             for host, of_host in statuses.items()
@@ -268,5 +268,5 @@ class FailureEvidence:
 
 def host_of(member: Member) -> str:
     """The host of all ranks of this member; empty if they are on several hosts."""
-    hosts = {x.link.rpartition(":")[0] for x in member.addresses}
+    hosts = {x.host for x in member.addresses}
     return hosts.pop() if len(hosts) == 1 else ""

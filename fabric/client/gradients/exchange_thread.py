@@ -205,7 +205,7 @@ class ExchangeThread:
         """End the round's wait for gradients that backward computes. The plane ends all other waits."""
         newest, stream = self._newest
         if stream is not None and newest <= epoch:
-            stream.abort(why)
+            stream.abort(epoch, why)
 
     def _run(
         self,
@@ -280,7 +280,7 @@ class ExchangeThread:
             self.backend.run(flat.zero_)
         for bucket in self._gradients.buckets:
             if stream is not None:
-                stream.wait(bucket)
+                stream.wait(bucket, order.fence.epoch)
             if self._gradients.is_exchanged(bucket, order.step):
                 self._reduce(order, bucket, flat, entry)
             else:
@@ -303,7 +303,7 @@ class ExchangeThread:
             run(flat.zero_)
         for bucket in self._gradients.buckets if order.weight > 0 else ():
             if stream is not None:
-                stream.wait(bucket)
+                stream.wait(bucket, epoch)
             run(partial(self._gather, order, bucket, flat))
             self._free(bucket)
         lanes = self.lanes.get(epoch)

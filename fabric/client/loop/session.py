@@ -138,13 +138,10 @@ class Session(LoopCalls):
         self.overlap = Overlap(
             gradients,
             lambda step, weight: self._engine.post(io.Streaming(step, weight)),
-            # Overlap needs one rank (several would have to begin together) and the host (on a device every
-            # bucket needs an event). Averaged buffers, and a single bucket, are final only after backward.
+            # On a device every bucket would need an event, and several ranks would have to begin together.
             wanted=settings.retain_gradients
             and process.group is None
-            and len(gradients.buckets) > 1
-            and isinstance(parts.exchange.backend, HostBackend)
-            and not (parts.buffers.stand_ins or parts.own_states.stand_ins),
+            and isinstance(parts.exchange.backend, HostBackend),
         )
         self.overlap.may_begin = self._engine.may_be_asked
         self._process = process

@@ -7,6 +7,8 @@ uses in half of the steps; the updates of its parameters are printed. The pace i
 """
 
 import faulthandler
+import functools
+import importlib
 import json
 import os
 import signal
@@ -14,13 +16,15 @@ from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
-from sharded_trainer import MICRO_BATCH, Paced, example
+from sharded_trainer import BUCKET_BYTES, MICRO_BATCH, Paced, example
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fabric.client
+import fabric.ftar.lanes
+from fabric.ftar.buckets import FlatGradients, lay_out
 
 GLOBAL_BATCH = 16
 MOMENTUM = 0.1
@@ -120,6 +124,10 @@ def main() -> None:
     if layout != "plain":
         store = f"file://{os.environ['SHARDED_STORE']}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    # import by name, because the package has a function ``attach`` too
+    attaching = importlib.import_module("fabric.client.attach")
+    attaching.FlatGradients = functools.partial(FlatGradients, bucket_bytes=BUCKET_BYTES)
+    fabric.ftar.lanes.lay_out = functools.partial(lay_out, bucket_bytes=BUCKET_BYTES)
     model, mesh = make(layout, ranks, int(os.environ.get("LAYOUT_WIDTH", "30")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data_set = Paced(example("fsdp2").samples(64))

@@ -138,10 +138,8 @@ class Session(LoopCalls):
         self.overlap = Overlap(
             gradients,
             lambda step, weight: self._engine.post(io.Streaming(step, weight)),
-            # On a device every bucket would need an event, and several ranks would have to begin together.
-            wanted=settings.retain_gradients
-            and process.group is None
-            and isinstance(parts.exchange.backend, HostBackend),
+            # On a device every bucket would need an event.
+            wanted=settings.retain_gradients and isinstance(parts.exchange.backend, HostBackend),
         )
         self.overlap.may_begin = self._engine.may_be_asked
         self._process = process

@@ -158,6 +158,16 @@ def test_a_backward_that_adds_more_often_than_the_one_before_is_noticed():
     assert "was changed" in loop.order(micro_batches=1)
 
 
+def test_an_addition_that_ddp_reports_once_more_than_before_is_noticed():
+    loop = Loop(layers(False))
+    loop.overlap.unwatch()
+    parameters = list(loop.model.parameters())
+    for reported in (parameters, [*parameters, parameters[0]]):
+        loop.overlap.micro_batch(last=reported is not parameters)
+        loop.overlap.backward(0, 1.0, lambda r=reported: [loop.overlap.ready(p, version=False) for p in r])
+    assert loop.announced and "was changed" in loop.overlap.end_order()
+
+
 def test_late_values_are_final_when_the_order_ends():
     late = nn.Parameter(torch.zeros(3))
     loop = Loop(layers(False), late=(("buffer", late),))
@@ -189,7 +199,7 @@ def test_an_abort_ends_the_waits_of_its_epoch_and_not_of_a_later_one():
         stream.abort(3, "r1 is gone")
         with pytest.raises(RoundAborted, match="r1 is gone"):
             stream.wait(bucket, 3)
-        stream.finish(bucket)
+        stream._changed.wait = lambda: stream.finish(bucket)  # it becomes final while the later round waits
         stream.wait(bucket, 4)
 
     loop.overlap.backward(0, 1.0, last_backward)

@@ -16,7 +16,7 @@ from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
-from sharded_trainer import BUCKET_BYTES, MICRO_BATCH, Paced, example
+from sharded_trainer import MICRO_BATCH, Paced, example
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -124,10 +124,11 @@ def main() -> None:
     if layout != "plain":
         store = f"file://{os.environ['SHARDED_STORE']}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    # import by name, because the package has a function ``attach`` too
-    attaching = importlib.import_module("fabric.client.attach")
-    attaching.FlatGradients = functools.partial(FlatGradients, bucket_bytes=BUCKET_BYTES)
-    fabric.ftar.lanes.lay_out = functools.partial(lay_out, bucket_bytes=BUCKET_BYTES)
+    if size := int(os.environ.get("LAYOUT_BUCKET_BYTES", "0")):
+        # import by name, because the package has a function ``attach`` too
+        attaching = importlib.import_module("fabric.client.attach")
+        attaching.FlatGradients = functools.partial(FlatGradients, bucket_bytes=size)
+        fabric.ftar.lanes.lay_out = functools.partial(lay_out, bucket_bytes=size)
     model, mesh = make(layout, ranks, int(os.environ.get("LAYOUT_WIDTH", "30")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data_set = Paced(example("fsdp2").samples(64))

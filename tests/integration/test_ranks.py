@@ -51,12 +51,23 @@ def test_a_rank_is_killed_and_its_replica_joins_again(zygote, tmp_path, way, ran
         assert losses(job, "r0") == pytest.approx(alone, rel=1e-4)
 
 
-@pytest.mark.parametrize("way", ["proven", "changed@3"])
-def test_sharded_gradients_end_with_equal_bits_with_and_without_overlap(zygote, tmp_path, way):
+@pytest.mark.parametrize(
+    ("way", "sharded", "ranks", "exchange"),
+    [
+        ("proven", "fsdp2", 2, "float32"),
+        ("proven", "fsdp2", 2, "int8"),
+        ("handed over", "fsdp2_tensor_parallel", 4, "float32"),
+        ("changed@3", "fsdp2", 2, "float32"),
+    ],
+)
+def test_sharded_gradients_end_with_equal_bits_with_and_without_overlap(
+    zygote, tmp_path, way, sharded, ranks, exchange
+):
     ends = {}
     for overlap in (way, "off"):
-        environment = {"SHARDED": "fsdp2", "TINY_STEPS": "8", "SHARDED_OVERLAP": overlap}
-        with RankJob(zygote, tmp_path / overlap, replicas=2, ranks=2, environment=environment) as job:
+        environment = {"SHARDED": sharded, "TINY_STEPS": "8", "SHARDED_OVERLAP": overlap}
+        environment |= {"FABRIC_EXCHANGE": exchange, "FABRIC_DATA_PLANE": "tcp"}
+        with RankJob(zygote, tmp_path / overlap, replicas=2, ranks=ranks, environment=environment) as job:
             job.start("r0")
             job.start("r1")
             job.finish(restart=False, deadline_s=120)
@@ -65,11 +76,11 @@ def test_sharded_gradients_end_with_equal_bits_with_and_without_overlap(zygote, 
             ends[overlap] = [
                 job.rank_events(replica, rank, "state")[-1]["digest"]
                 for replica in ("r0", "r1")
-                for rank in (0, 1)
+                for rank in range(ranks)
             ]
             lines = {name: (job.folder / f"{name}.log").read_text().splitlines() for name in job.pids}
             overlapped = [[x for x in found if x.startswith("overlapped")] for found in lines.values()]
-            if overlap == "proven":
+            if overlap in ("proven", "handed over"):
                 assert all(len(x) >= 7 and set(x) == {"overlapped True"} for x in overlapped), overlapped
             aborts = [e for e in job.events("r0", "abort") if "changed after the last backward" in e["why"]]
             assert [e["step"] for e in aborts] == ([3] if overlap == "changed@3" else [])

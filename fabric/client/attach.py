@@ -216,7 +216,7 @@ def _attach(
         settings=chosen,
         process=process,
         handle=_server(chosen, process),
-        gradients=_gradients([*parameters, *carried], averaged, lanes, choices.fragments, exact),
+        gradients=_gradients(parameters, carried, averaged, lanes, choices.fragments, exact),
         lanes=lanes,
         entries=entries,
         content=_content(lanes, parameters, entries, objects),
@@ -297,14 +297,14 @@ def _lanes(
             f'buffers={{"{name}": "ignore"}}, or turn FABRIC_UNEQUAL off'
         )
     row = held_parameters([*parameters, *averaged.stand_ins])
-    text = layout_text(ReplicaLayout((row,)))
-    rows = [x["row"] for x in process.group.gather({"row": text})] if process.group is not None else [text]
-    layout = ReplicaLayout(tuple(read_layout(x).ranks[0] for x in rows))
+    own = {"row": layout_text(ReplicaLayout((row,))), "late": [name for name, _ in averaged.stand_ins]}
+    ranks = process.group.gather(own) if process.group is not None else [own]
+    layout = ReplicaLayout(tuple(read_layout(x["row"]).ranks[0] for x in ranks))
     lanes_of({settings.replica: layout})  # raises one error for a layout that lacks parts of the model
     if process.group is not None:
         averaged.rank_means = RankMeans.of(process.group, layout)
-    exact = frozenset(name for name, _ in averaged.stand_ins)
-    return LaneDirectory(settings.replica, process.rank, layout, layout_text(layout), exact)
+    late = frozenset(name for x in ranks for name in x["late"])
+    return LaneDirectory(settings.replica, process.rank, layout, layout_text(layout), late)
 
 
 def _exact(
@@ -345,14 +345,17 @@ def _exact(
 
 
 def _gradients(
-    exchanged: list[tuple[str, torch.nn.Parameter]],
+    parameters: list[tuple[str, torch.nn.Parameter]],
+    carried: list[tuple[str, torch.nn.Parameter]],
     averaged: ForwardBuffers,
     lanes: LaneDirectory | None,
     fragments: Mapping[str, int] | None,
     exact: frozenset[str],
 ) -> FlatGradients:
     # Lanes carry all fragments in each step; a fragment that is not exchanged has no gradient and stays so.
-    gradients = FlatGradients(exchanged, fragments=fragments if lanes is None else None, exact=exact)
+    taking_turns = fragments if lanes is None else None
+    late = frozenset(name for name, _ in carried)
+    gradients = FlatGradients([*parameters, *carried], fragments=taking_turns, exact=exact, late=late)
     gradients.of_one = averaged.of_one
     if lanes is not None:  # pipeline stages hold parts of the model, which members compare as a whole
         gradients.layout = lanes.model_name

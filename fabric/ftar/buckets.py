@@ -54,6 +54,7 @@ class Bucket:
     parameters: tuple[NamedParameter, ...]
     fragment: int = 0  # the fragment of the model that these parameters belong to
     coarse: int = 0  # how many of the first elements may travel in fewer bytes
+    late: bool = False  # the values are put in after backward
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the bucket's elements in ``buffer``, 1-D."""
@@ -71,7 +72,7 @@ class Bucket:
 
     def local_gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Return this rank's part of each gradient that there is, by the parameter's name."""
-        return [(name, _local(p.grad)) for name, p in self.parameters if p.grad is not None]
+        return [(name, local_part(p.grad)) for name, p in self.parameters if p.grad is not None]
 
     def views(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
         """Return the part of ``buffer`` that each parameter's gradient takes, in its shape."""
@@ -79,7 +80,7 @@ class Bucket:
         views: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
         start = 0
         for _, parameter in self.parameters:
-            local = _local(parameter)
+            local = local_part(parameter)
             stop = start + local.numel()
             views.append((flat[start:stop].view(local.shape), parameter))
             start = stop
@@ -100,9 +101,12 @@ class FlatGradients:
         bucket_bytes: int = BUCKET_BYTES,
         fragments: Mapping[str, int] | None = None,
         exact: Collection[str] = (),
+        late: Collection[str] = (),
     ) -> None:
         """``fragments``: the number of each parameter's fragment, if one fragment is exchanged per step.
-        ``exact``: the names of what must not travel in fewer bytes, which gets buckets of its own."""
+        ``exact``: the names of what must not travel in fewer bytes, which gets buckets of its own.
+        ``late``: the names of what is final only after backward. It gets buckets of its own, the last ones.
+        """
         fragments = fragments or {}
         self.fragments = max(fragments.values(), default=0) + 1
         self.scale = 1.0  # factor for gradients when they are gathered
@@ -113,10 +117,10 @@ class FlatGradients:
         )
         _check_parameters(self.parameters)
         self.described = _described(self.parameters)
-        backwards = self.parameters[::-1]
+        backwards = in_order_of_backward(self.parameters, late)
         presence = "presence", torch.empty(len(backwards), device="meta")
         self.layout = layout_hash([*backwards, presence])
-        laid_out = lay_out(backwards, bucket_bytes, fragments, exact)
+        laid_out = lay_out(self.parameters, bucket_bytes, fragments, exact, late)
         self.nbytes = laid_out[-1].end if laid_out else 0
         # Backward completes a bucket with the bucket's last parameter, which comes first in the model.
         finished = {id(parameter): at for at, (_, parameter) in enumerate(backwards)}
@@ -132,11 +136,9 @@ class FlatGradients:
         """Complete gradients that are partial sums over the replica's ranks, in their parameters' placement.
         A collective: all ranks of the replica call it at the same point."""
         for _, parameter in self.parameters:
-            wanted = getattr(parameter, "placements", None)
-            if parameter.grad is not None and getattr(parameter.grad, "placements", None) != wanted:
-                sharded: Any = parameter.grad
-                if hasattr(sharded, "redistribute"):
-                    parameter.grad = sharded.redistribute(placements=wanted)
+            sharded: Any = parameter.grad
+            if not is_complete(parameter) and hasattr(sharded, "redistribute"):
+                parameter.grad = sharded.redistribute(placements=getattr(parameter, "placements", None))
 
     def gather(self, into: torch.Tensor) -> None:
         """Copy every ``.grad`` into the buffer. Missing gradients and gaps become zeros.
@@ -161,7 +163,7 @@ class FlatGradients:
                 view.zero_()
                 presence[place : place + 1].zero_()
                 continue
-            view.copy_(_local(parameter.grad))
+            view.copy_(local_part(parameter.grad))
             if self.scale != 1.0:
                 view.mul_(self.scale)
 
@@ -204,7 +206,7 @@ class FlatGradients:
         Waits once for a device, unless there may be one.
         """
         own = {name: p.grad for name, p in self.parameters if p.grad is not None and name not in self.of_one}
-        norm = torch.nn.utils.get_total_norm([_local(gradient) for gradient in own.values()])
+        norm = torch.nn.utils.get_total_norm([local_part(gradient) for gradient in own.values()])
         if math.isfinite(norm.item()):
             return ""
         return next((name for name, x in own.items() if not bool(torch.isfinite(x).all())), "")
@@ -226,7 +228,7 @@ class FlatGradients:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                gradient = _local(parameter.grad)
+                gradient = local_part(parameter.grad)
                 if name in self.of_one:
                     gradient.copy_(view)
                 elif gradient.device.type == "cpu":
@@ -242,7 +244,7 @@ class FlatGradients:
         Raises StateError, before it writes, for a weight by which it cannot divide.
         """
         _check_weight(weight)
-        own = [(name, _local(p.grad)) for name, p in self.parameters if p.grad is not None]
+        own = [(name, local_part(p.grad)) for name, p in self.parameters if p.grad is not None]
         # Where parameters share one gradient, it is divided once. A DTensor itself has no address.
         for name, local in {local.data_ptr(): (name, local) for name, local in own}.values():
             if self.scale != 1.0:
@@ -276,11 +278,17 @@ def _row(name: str, tensor: torch.Tensor) -> list[object]:
     row: list[object] = [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
     if hasattr(tensor, "device_mesh"):
         placements = [str(p) for p in tensor.placements]  # type: ignore[attr-defined]
-        row += [list(_local(tensor).shape), list(tensor.device_mesh.shape), placements]
+        row += [list(local_part(tensor).shape), list(tensor.device_mesh.shape), placements]
     return row
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def is_complete(parameter: torch.Tensor) -> bool:
+    """Whether the gradient has the parameter's placement. Otherwise it is a partial sum over the ranks."""
+    wanted = getattr(parameter, "placements", None)
+    return parameter.grad is None or getattr(parameter.grad, "placements", None) == wanted
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of ``tensor`` that lies in this process, as a view of it."""
     if not hasattr(tensor, "device_mesh"):
         return tensor
@@ -289,30 +297,44 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def in_order_of_backward(parameters: Sequence[NamedParameter], late: Collection[str]) -> list[NamedParameter]:
+    """Return ``parameters``, given in the model's order, in the order in which they are final."""
+    backwards = list(parameters[::-1])
+    backwards.sort(key=lambda x: x[0] in late)
+    return backwards
+
+
 def lay_out(
     parameters: Sequence[NamedParameter],
-    bucket_bytes: int,
-    fragments: Mapping[str, int],
+    bucket_bytes: int = BUCKET_BYTES,
+    fragments: Mapping[str, int] | None = None,
     exact: Collection[str] = (),
+    late: Collection[str] = (),
 ) -> list[Bucket]:
-    """Return buckets in the order of their bytes: section by section, in the order given.
+    """Return buckets in the order of their bytes, for ``parameters`` in the model's order.
 
-    A bucket has parameters of one fragment, all of them exact or none.
+    All places in a flat gradient, also in that of another rank, come from here. A bucket has parameters of
+    one fragment, all of them exact or none, all of them late or none.
     """
+
+    def kind(name: str) -> tuple[int, bool, bool]:
+        return (fragments or {}).get(name, 0), name in exact, name in late
+
     buckets: list[Bucket] = []
     gap = begin = end = 0
+    parameters = in_order_of_backward(parameters, late)
     for dtype in dict.fromkeys(p.dtype for _, p in parameters):
         members: list[NamedParameter] = []
         section = [x for x in parameters if x[1].dtype is dtype]
         for (name, parameter), following in zip_longest(section, section[1:]):
             members.append((name, parameter))
-            end += _local(parameter).numel() * dtype.itemsize
-            fragment, is_exact = fragments.get(name, 0), name in exact
-            ends = following is None or fragments.get(following[0], 0) != fragment
-            if ends or (following[0] in exact) != is_exact or end - begin >= bucket_bytes:
+            end += local_part(parameter).numel() * dtype.itemsize
+            ends = following is None or kind(following[0]) != kind(name)
+            if ends or end - begin >= bucket_bytes:
+                fragment, is_exact, is_late = kind(name)
                 coarse = 0 if is_exact else (end - begin) // dtype.itemsize
                 end += len(members) * dtype.itemsize
-                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment, coarse))
+                buckets.append(Bucket(dtype, gap, begin, end, tuple(members), fragment, coarse, is_late))
                 gap, members = end, []
                 begin = end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return buckets
@@ -348,7 +370,7 @@ def _check_gradient(name: str, parameter: torch.nn.Parameter) -> None:
             f"the gradient of {name} is sparse, which cannot be summed over replicas: "
             "build the layer with sparse=False"
         )
-    if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+    if not is_complete(parameter):
         raise ConfigError(f"the gradient of {name} is sharded otherwise than the parameter: they must agree")
     if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
         raise ConfigError(

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
-from fabric.ftar.buckets import BUCKET_BYTES, lay_out
+from fabric.ftar.buckets import lay_out
 from fabric.ftar.plane import DataPlane, Ring
 from fabric.ftar.reduce_ops import SUM, Reduction
 from fabric.model import Member, Record
@@ -70,14 +70,17 @@ def dtype_of(held: HeldParameter) -> torch.dtype:
 
 
 class FlatPlaces:
-    """Views of a flat gradient in which a rank that holds ``row`` keeps its parts, as ``FlatGradients``."""
+    """Views of a flat gradient in which a rank that holds ``row`` keeps its parts, as ``FlatGradients``.
 
-    def __init__(self, row: Sequence[HeldParameter]) -> None:
+    ``late``: as there.
+    """
+
+    def __init__(self, row: Sequence[HeldParameter], late: Collection[str] = ()) -> None:
         self._held = {held.name: held for held in row}
         self._begins: dict[str, int] = {}
         self.presence_begins: dict[str, int] = {}  # the byte at which each parameter's presence begins
         self.nbytes = 0
-        for bucket in lay_out([(held.name, _without_data(held)) for held in row[::-1]], BUCKET_BYTES, {}):
+        for bucket in lay_out([(held.name, _without_data(held)) for held in row], late=late):
             at, itemsize = bucket.begin, bucket.dtype.itemsize
             for name, parameter in bucket.parameters:
                 self._begins[name] = at
@@ -157,7 +160,7 @@ class RankLanes:
 
     ``place``: the index of its replica in the layouts. ``row``: what the rank holds. A piece lies in several
     of its lanes where other replicas have more copies; the rank takes the result of the lowest copy.
-    ``exact``: the names of what must not travel in fewer bytes; it comes last.
+    ``late``: the names of what is final only after backward. It never travels in fewer bytes, and comes last.
     """
 
     def __init__(
@@ -166,19 +169,19 @@ class RankLanes:
         place: int,
         rank: int,
         row: Sequence[HeldParameter],
-        exact: Collection[str] = (),
+        late: Collection[str] = (),
     ) -> None:
         self.lanes = tuple(lanes)
         self.numbers = lanes_of_rank(lanes, place, rank)
-        self._places = FlatPlaces(row)
+        self._places = FlatPlaces(row, late)
         dtypes = {held.dtype: dtype_of(held) for held in row}
         self.sections = tuple(
             LaneSection(
                 number,
                 dtypes[word],
-                tuple(sorted(pieces, key=lambda piece: piece.name in exact)),
+                tuple(sorted(pieces, key=lambda piece: piece.name in late)),
                 group,
-                sum(piece.name in exact for piece in pieces),
+                sum(piece.name in late for piece in pieces),
             )
             for number in self.numbers
             for (word, group), pieces in sorted(_by_kind(lanes[number]).items())
@@ -257,7 +260,7 @@ class LaneDirectory:
     rank: int
     layout: ReplicaLayout
     text: str
-    exact: frozenset[str] = frozenset()  # the names of what must not travel in fewer bytes
+    late: frozenset[str] = frozenset()  # the names of what is final only after backward; it travels exactly
     _epochs: dict[int, EpochLanes] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -280,9 +283,9 @@ class LaneDirectory:
     def model_name(self) -> str:
         """A digest of the parameters' names, shapes and types, equal for every layout.
 
-        A release that exchanges no presence has another digest.
+        A release that exchanges no presence, or has other late values, has another digest.
         """
-        return xxhash.xxh3_64_hexdigest("\n".join([*self.described, "presence"]).encode())
+        return xxhash.xxh3_64_hexdigest("\n".join([*self.described, "presence", *sorted(self.late)]).encode())
 
     def _parameters(self) -> list[HeldParameter]:
         """Every parameter of the model once, by name."""
@@ -311,7 +314,7 @@ class LaneDirectory:
     def _make(self, record: Record) -> EpochLanes:
         lanes = _lanes_of_roster(tuple(x.cuts for x in record.roster))
         place = record.names.index(self.replica)
-        rank_lanes = RankLanes(lanes, place, self.rank, self.layout.ranks[self.rank], self.exact)
+        rank_lanes = RankLanes(lanes, place, self.rank, self.layout.ranks[self.rank], self.late)
         after = (place + 1) % len(record.roster)
         rings = tuple(
             LaneRing(number, lanes[number].holders[after], record.roster[after])

@@ -21,6 +21,7 @@ from fabric.model import Record
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import (
+    Metrics,
     NameSnapshot,
     RankCommand,
     RankEffect,
@@ -78,8 +79,8 @@ Effect = io.SendPeer | io.SendLeader | io.WriteJournal | io.ClaimAbove | io.Prob
 
 # Outcomes of the main threads. A thread has one command at a time, besides TellDigest, and one outcome of
 # each rank makes the answer. The core does not wait for digests, and may give the next command before every
-# rank has told its digest.
-_MAIN = (io.Ready, io.Digested, io.Computed, io.Installed, io.InstallFailed, io.Closing)
+# rank has told its digest. Streaming comes before the answer to Compute.
+_MAIN = (io.Ready, io.Digested, io.Streaming, io.Computed, io.Installed, io.InstallFailed, io.Closing)
 _FETCHES = (io.FetchState, io.FetchGradient)
 
 
@@ -104,6 +105,7 @@ class Ranks:
         self.lost = False  # whether a rank ended without an order to finish or to stop
         self._number = 0
         self._main: dict[int, RankEvent] = {}
+        self._streaming: dict[int, io.Streaming] = {}  # the ranks whose last backward has begun
         self._digested: dict[int, io.Digested] = {}  # the answers to the TellDigest under way
         self._closing: io.Closing | None = None  # Closing, held back until the snapshot under way ends
         self._linked: dict[int, set[int]] = {}  # epoch -> ranks that have all links of the epoch
@@ -261,6 +263,9 @@ class Ranks:
         if isinstance(event, io.Digested):
             self._on_digested(rank, event, now)
             return
+        if isinstance(event, io.Streaming):
+            self._on_streaming(rank, event, now)
+            return
         self._main[rank] = event
         if len(self._main) < self.size:
             return
@@ -315,15 +320,29 @@ class Ranks:
             closing, self._closing = self._closing, None
             self._record_event(closing, now)
 
+    def _on_streaming(self, rank: int, event: io.Streaming, now: float) -> None:
+        """Tell the core when the last backward has begun at every rank, so that each can send its buckets."""
+        self._streaming[rank] = event
+        if len(self._streaming) == self.size:
+            share = self._share(event.step, [(e.weight, ()) for _, e in sorted(self._streaming.items())])
+            if share is not None:
+                self._record_event(io.Streaming(event.step, share[0]), now)
+
     def _on_computed(self, first: io.Computed, outcomes: list[Any], now: float) -> None:
+        self._streaming.clear()
+        share = self._share(first.step, [(e.weight, e.metrics) for e in outcomes])
+        if share is not None:
+            redo = next((e.redo for e in outcomes if e.redo), "")
+            self._record_event(io.Computed(first.step, first.micro_batches, *share, redo), now)
+
+    def _share(self, step: int, shares: list[tuple[float, Metrics]]) -> tuple[float, Metrics] | None:
+        """Return the replica's weight and metrics. Stop the replica where its ranks disagree."""
         try:
-            weight, metrics = replica_share(self.groups, [(e.weight, e.metrics) for e in outcomes])
-            weight *= len(set(self.groups)) if self.unequal else 1
+            weight, metrics = replica_share(self.groups, shares)
         except ProtocolError as error:
-            self._stop(FAILED, f"step {first.step}: {error}")
-            return
-        redo = next((e.redo for e in outcomes if e.redo), "")
-        self._record_event(io.Computed(first.step, first.micro_batches, weight, metrics, redo), now)
+            self._stop(FAILED, f"step {step}: {error}")
+            return None
+        return weight * (len(set(self.groups)) if self.unequal else 1), metrics
 
     def _on_linked(self, rank: int, event: io.Linked, now: float) -> None:
         ranks = self._linked.setdefault(event.epoch, set())

@@ -160,7 +160,7 @@ EXITS: dict[str, tuple[str, str]] = {
         "RESTART",
         "protocol/test_rank_orders.py::test_a_follower_obeys_until_the_end",
     ),
-    "protocol/ranks.py Ranks._on_computed": (
+    "protocol/ranks.py Ranks._share": (
         "FAILED",
         "protocol/test_rank_orders.py::test_ranks_with_different_loops_are_an_error",
     ),

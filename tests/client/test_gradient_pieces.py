@@ -15,9 +15,11 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.rules.lanes import ReplicaLayout, TensorRegion
 from fabric.protocol.rules.layout_text import layout_text
 
+LATE = frozenset({"in.bias", "norm"})
+
 
 def flat_of(layout: ReplicaLayout, rank: int, gradient) -> torch.Tensor:
-    places = FlatPlaces(layout.ranks[rank])
+    places = FlatPlaces(layout.ranks[rank], LATE)
     flat = torch.zeros(places.nbytes, dtype=torch.uint8)
     for held in layout.ranks[rank]:
         whole = TensorRegion.whole(held.shape)
@@ -57,9 +59,13 @@ class Servers:
         return io.FetchGradient(1, 9, urls, self.members)
 
 
+def directory(rank: int, layout: ReplicaLayout) -> LaneDirectory:
+    return LaneDirectory("me", rank, layout, layout_text(layout), LATE)
+
+
 def fetch(servers: Servers, layout: ReplicaLayout, rank: int) -> tuple[torch.Tensor, GradientMeta]:
-    pieces = PieceFetcher(LaneDirectory("me", rank, layout, layout_text(layout)))
-    flat = torch.zeros(FlatPlaces(layout.ranks[rank]).nbytes, dtype=torch.uint8)
+    pieces = PieceFetcher(directory(rank, layout))
+    flat = torch.zeros(FlatPlaces(layout.ranks[rank], LATE).nbytes, dtype=torch.uint8)
     return flat, pieces.fetch(servers, servers.order(), flat, wait_s=0.0)
 
 
@@ -78,7 +84,7 @@ def test_every_rank_gets_its_part_from_any_layout(theirs, own):
 def test_ranks_that_hold_no_part_of_this_rank_are_not_asked():
     servers = Servers(r0=ROWS)
     alone = ReplicaLayout((tuple(held for held in SINGLE.ranks[0] if held.name == "half"),))
-    pieces = PieceFetcher(LaneDirectory("me", 0, alone, layout_text(alone)))
+    pieces = PieceFetcher(directory(0, alone))
     pieces.fetch(servers, servers.order(), torch.zeros(64, dtype=torch.uint8), wait_s=0.0)
     assert servers.asked == ["http://r0:0"]
 
@@ -104,7 +110,7 @@ def test_a_gradient_is_gone_only_when_all_members_say_so():
 
 def test_pieces_are_verified_by_the_digest_of_the_job():
     servers = Servers(r0=ROWS)
-    pieces = PieceFetcher(LaneDirectory("me", 0, SINGLE, layout_text(SINGLE)))
+    pieces = PieceFetcher(directory(0, SINGLE))
     flat = flat_of(SINGLE, 0, gradient_of(1))
 
     def job_digest(data: memoryview) -> str:
@@ -118,7 +124,7 @@ def test_a_cancelled_fetch_ends_at_once():
     servers = Servers(r0=SINGLE, r1=SINGLE)
     servers.published["http://r0:0"][2] = StateError("the socket was shut down")
     servers.is_cancelled = True
-    pieces = PieceFetcher(LaneDirectory("me", 0, SINGLE, layout_text(SINGLE)))
+    pieces = PieceFetcher(directory(0, SINGLE))
     with pytest.raises(StateError, match="the fetch was cancelled"):
         pieces.fetch(servers, servers.order(), torch.zeros(1024, dtype=torch.uint8), wait_s=1000.0)
     assert servers.asked == ["http://r0:0"]
@@ -139,7 +145,7 @@ def test_a_gradient_of_another_size_than_announced_is_refused():
 
 
 def test_without_members_a_gradient_is_not_published_yet():
-    pieces = PieceFetcher(LaneDirectory("me", 0, SINGLE, layout_text(SINGLE)))
+    pieces = PieceFetcher(directory(0, SINGLE))
     pieces.newest = lambda: SimpleNamespace(roster=(member("me", SINGLE), member("away", SINGLE)))
     order = io.FetchGradient(1, 9, ("http://me:0#0",))
     with pytest.raises(StateError, match="no member publishes it"):

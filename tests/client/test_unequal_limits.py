@@ -9,6 +9,7 @@ from fabric.client.attach import _exact, _lanes, _ModuleEntries
 from fabric.client.gradients.forward_buffers import ForwardBuffers, choose_buffers
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.errors import ConfigError
+from fabric.ftar.lanes import FlatPlaces, LaneDirectory
 from fabric.protocol.rules.layout_text import read_layout
 
 ALONE = ProcessIdentity(1, ())
@@ -82,6 +83,30 @@ def test_averaged_buffers_are_part_of_the_announced_layout():
         ("buffer:num_batches_tracked", "float64", ()),
     ]
     assert averaged.rank_means is None
+
+
+def test_a_rank_without_the_buffers_knows_the_places_of_those_of_other_ranks():
+    """A pipeline stage reads gradients of other stages, and lays out its own."""
+    settings = SimpleNamespace(unequal=True, data_plane="auto", replica="r0")
+    told: list[dict] = []
+    layouts: list[LaneDirectory] = []
+    stages = [torch.nn.Sequential(torch.nn.BatchNorm1d(3)), torch.nn.Linear(3, 2)]
+    for gather in (lambda value: told.append(value) or [value], lambda _: told):
+        layouts.clear()
+        for rank, stage in enumerate(stages):
+            averaged = ForwardBuffers(stage, choose_buffers(stage, "average"))
+            process = SimpleNamespace(group=SimpleNamespace(gather=gather), rank=rank)
+            layouts.append(_lanes(settings, process, list(stage.named_parameters()), averaged))
+    first, second = layouts
+    assert (
+        first.late
+        == second.late
+        == {f"buffer:0.{x}" for x in ("running_mean", "running_var", "num_batches_tracked")}
+        and first.text == second.text
+    )
+    assert first.model_name == second.model_name
+    own, other = (FlatPlaces(first.layout.ranks[0], x.late) for x in layouts)
+    assert own.presence_begins == other.presence_begins
 
 
 def test_the_lowest_rank_with_an_entry_counts_it():

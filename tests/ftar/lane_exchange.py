@@ -1,7 +1,7 @@
 """The exchange threads of replicas of unequal layouts, in one process: on the host, or each on a device."""
 
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -9,6 +9,7 @@ import torch
 from ftar.lane_layouts import MODEL, member
 from ftar.ring_harness import WAIT_S, socket_ring
 
+from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_backend import choose_backend, device_backend
 from fabric.client.gradients.gradient_slots import GradientSlot
@@ -45,14 +46,15 @@ class LaneRank:
         links: str,
         device: CudaDevice | None,
         memory: str,
+        late: Collection[str] = (),
     ) -> None:
         self.replica, self.rank, self.layout, self.device = replica, rank, layout, device
-        self.lanes = LaneDirectory(replica, rank, layout, layout_text(layout))
+        self.lanes = LaneDirectory(replica, rank, layout, layout_text(layout), frozenset(late))
         self.parameters = {
             held.name: torch.nn.Parameter(torch.zeros(held.region.sizes, dtype=dtype_of(held), device=memory))
             for held in layout.ranks[rank]
         }
-        self.gradients = FlatGradients(self.parameters.items())
+        self.gradients = FlatGradients(self.parameters.items(), late=late)
         chosen = settings(
             {},
             job="j",
@@ -74,19 +76,21 @@ class LaneRank:
         self.exchange.lanes = self.lanes
         self.events: queue.SimpleQueue[io.Event] = queue.SimpleQueue()
 
-    def fill(self, gradient: Gradient) -> None:
+    def fill(self, gradient: Gradient, only: Collection[str] = tuple(MODEL)) -> None:
         for held in self.layout.ranks[self.rank]:
             if held.name not in gradient:
                 continue
             part = gradient[held.name][held.region.within(TensorRegion.whole(held.shape))]
             parameter = self.parameters[held.name]
             parameter.grad = part.to(parameter.device).clone()
-        for name in self.parameters.keys() - gradient.keys():
+        for name in set(only) - gradient.keys():
             self.parameters[name].grad = None
         self.backend.mark_ready()
 
-    def start(self, epoch: int, step: int, weight: float = 1.0) -> None:
-        self.exchange.start(io.StartExchange(Fence("s", 1, epoch), step, weight), None, self.events.put)
+    def start(
+        self, epoch: int, step: int, weight: float = 1.0, stream: BucketReadiness | None = None
+    ) -> None:
+        self.exchange.start(io.StartExchange(Fence("s", 1, epoch), step, weight), stream, self.events.put)
 
     def scattered(self, weight: float) -> dict[str, torch.Tensor | None]:
         """The averaged gradient at this rank, in host memory."""
@@ -110,10 +114,12 @@ class LaneJob:
     links: str = "tcp"
     make_device: Callable[[], CudaDevice] | None = None
     memory: str = "cpu"
+    late: Collection[str] = ()
 
     def __post_init__(self) -> None:
+        device = self.make_device
         self.ranks = [
-            LaneRank(name, k, layout, self.links, self.make_device and self.make_device(), self.memory)
+            LaneRank(name, k, layout, self.links, device and device(), self.memory, self.late)
             for name, layout in self.layouts.items()
             for k in range(len(layout.ranks))
         ]
@@ -156,11 +162,16 @@ class LaneJob:
 
     def check(self, gradients: Mapping[str, Gradient]) -> None:
         """Check each rank's slot, the slot's digest, and the average in each ``.grad``."""
-        expected = {name: sum(gradient[name] for gradient in gradients.values()) for name in MODEL}
+        held_by = {name: [g[name] for g in gradients.values() if name in g] for name in MODEL}
+        expected = {name: sum(parts) if parts else None for name, parts in held_by.items()}
         for rank in self.ranks:
             rank.slot.settle()
             assert rank.slot.bytes_digest == rank.backend.digest_of(rank.slot.buffer.numpy().data)
             averages = rank.scattered(2.0)
             for held in rank.layout.ranks[rank.rank]:
-                part = expected[held.name][held.region.within(TensorRegion.whole(held.shape))]
-                assert torch.equal(averages[held.name], part / 2), (rank.replica, rank.rank, held.name)
+                total, average = expected[held.name], averages[held.name]
+                if total is None or average is None:
+                    assert total is average, (rank.replica, rank.rank, held.name)
+                    continue
+                part = total[held.region.within(TensorRegion.whole(held.shape))]
+                assert torch.equal(average, part / 2), (rank.replica, rank.rank, held.name)

@@ -22,10 +22,15 @@ class Process:
     layout: ReplicaLayout
     lanes: RankLanes
     plane: LanePlane
+    late: Collection[str] = ()
     flat: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
 
+    @property
+    def places(self) -> FlatPlaces:
+        return FlatPlaces(self.layout.ranks[self.rank], self.late)
+
     def fill(self, gradient: dict[str, torch.Tensor]) -> None:
-        places = FlatPlaces(self.layout.ranks[self.rank])
+        places = self.places
         self.flat = torch.zeros(places.nbytes, dtype=torch.uint8)
         for held in places.regions():
             whole = TensorRegion.whole(held.shape)
@@ -43,7 +48,7 @@ class Process:
             self.lanes.scatter(section, part, self.flat)
 
     def check(self, expected: dict[str, torch.Tensor]) -> None:
-        places = FlatPlaces(self.layout.ranks[self.rank])
+        places = self.places
         for held in places.regions():
             part = expected[held.name][held.region.within(TensorRegion.whole(held.shape))]
             assert torch.equal(places.view(self.flat, held.name, held.region), part), (self, held.name)
@@ -53,7 +58,7 @@ def start(
     layouts: dict[str, ReplicaLayout],
     links: str | Sequence[str] = "shm",
     epoch: int = 1,
-    exact: Collection[str] = (),
+    late: Collection[str] = (),
 ) -> list[Process]:
     """Every rank of these replicas, linked lane by lane; ``links``: of all lanes, or of each."""
     lanes, names = lanes_of(layouts), tuple(layouts)
@@ -62,8 +67,9 @@ def start(
             replica,
             rank,
             layout,
-            RankLanes(lanes, place, rank, layout.ranks[rank], exact),
+            RankLanes(lanes, place, rank, layout.ranks[rank], late),
             LanePlane(CpuRing),
+            late,
         )
         for place, (replica, layout) in enumerate(layouts.items())
         for rank in range(len(layout.ranks))

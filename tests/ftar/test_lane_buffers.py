@@ -47,7 +47,8 @@ class Rank:
         self.weight = torch.nn.Parameter(torch.zeros(self.rows[1], 2))
         self.averaged = ForwardBuffers(self.model, choose_buffers(self.model, "average"))
         self.averaged.begin()
-        self.gradients = FlatGradients([("weight", self.weight), *self.averaged.stand_ins])
+        self.late = [name for name, _ in self.averaged.stand_ins]
+        self.gradients = FlatGradients([("weight", self.weight), *self.averaged.stand_ins], late=self.late)
         self.gradients.scale = self.scale
 
     def row(self) -> tuple[HeldParameter, ...]:
@@ -87,7 +88,7 @@ def average(replicas: Mapping[str, list[Rank]], batches: Mapping[str, list[torch
         group = Ranks(len(ranks))
         for rank in ranks if len(ranks) > 1 else ():
             rank.averaged.rank_means = RankMeans.of(group, layouts[name])
-    processes = start(layouts)
+    processes = start(layouts, late=next(iter(replicas.values()))[0].late)
     samples = {name: sum(map(len, parts)) for name, parts in batches.items()}
     means = {name: samples[name] / len(parts) for name, parts in batches.items()}
     total = float(sum(samples.values()))

@@ -7,10 +7,14 @@ import torch
 from ftar.lane_exchange import LaneJob
 from ftar.lane_layouts import COLUMNS, MODEL, ROWS, SINGLE, gradient_of
 from ftar.simulated_device import SimulatedDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ring_harness import WAIT_S, wait_until
 
+from fabric.client.gradients.bucket_stream import BucketReadiness
 from fabric.ftar.device.device_ring import DeviceRing
 from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages.rank_messages import summed_digest
 from fabric.protocol.rules.lanes import TensorRegion
 
 MEMORY: dict[str, Callable[[], SimulatedDevice] | None] = {"host": None, "device": SimulatedDevice}
@@ -38,6 +42,43 @@ def test_every_replica_has_the_sum_and_votes_for_one_digest(layouts, memory, lin
             assert len(digests) == 1 and not digests & seen
             seen |= digests
             job.check(gradients)
+
+
+@settings(max_examples=60)
+@given(
+    chosen=st.lists(st.sampled_from([SINGLE, ROWS, COLUMNS]), min_size=1, max_size=3),
+    late=st.sets(st.sampled_from(sorted(MODEL))),
+    weights=st.lists(st.integers(0, 2), min_size=3, max_size=3).filter(lambda x: x[0] > 0),
+    unused=st.sets(st.sampled_from(sorted(MODEL))),
+    links=st.sampled_from(["tcp", "shm"]),
+)
+def test_late_values_arrive_in_any_layouts_with_any_weights_while_backward_runs(
+    chosen, late, weights, unused, links
+):
+    """Buckets are handed over as backward ends them, and late values when the order has ended."""
+    with LaneJob({f"r{n}": layout for n, layout in enumerate(chosen)}, links, late=late) as job:
+        job.install(1)
+        gradients = {
+            name: {x: part * weight for x, part in gradient.items() if x not in unused}
+            for (name, gradient), weight in zip(gradients_of(job, 7).items(), weights, strict=False)
+        }
+        streams = {id(rank): BucketReadiness() for rank in job.ranks}
+        for rank, stream in ((rank, streams[id(rank)]) for rank in job.ranks):
+            early = {x: part for x, part in gradients[rank.replica].items() if x not in late}
+            rank.fill(early)
+            rank.start(1, 0, float(weights[int(rank.replica[1:])]), stream)
+            for bucket in (x for x in rank.gradients.buckets if not x.late):
+                stream.finish(bucket)
+        for rank in job.ranks:
+            rank.fill({x: part for x, part in gradients[rank.replica].items() if x in late}, only=late)
+            streams[id(rank)].finish_all()
+        digests: dict[str, list[str]] = {}
+        for rank in job.ranks:
+            event = rank.events.get(timeout=WAIT_S)
+            assert isinstance(event, io.Exchanged), event
+            digests.setdefault(rank.replica, []).append(event.gradient_digest)
+        assert len({summed_digest(x) for x in digests.values()}) == 1
+        job.check(gradients)
 
 
 @pytest.mark.parametrize("memory", MEMORY)

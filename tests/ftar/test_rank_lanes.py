@@ -101,7 +101,7 @@ def test_all_copies_of_a_piece_have_equal_bits():
 @pytest.mark.parametrize("links", [("tcp", "shm"), ("mixed", "tcp")])
 def test_in_fewer_bytes_copies_stay_equal_and_exact_pieces_exact_whatever_the_links(links):
     layouts = {"r0": with_counter(WIDE_COLUMNS), "r1": with_counter(WIDE_SINGLE), "r2": WIDE_COUNTED}
-    processes = start(layouts, links, exact={"counter"})
+    processes = start(layouts, links, late={"counter"})
     gradients = {}
     for seed, replica in enumerate(layouts):
         generator = torch.Generator().manual_seed(seed)
@@ -115,10 +115,10 @@ def test_in_fewer_bytes_copies_stay_equal_and_exact_pieces_exact_whatever_the_li
     sums = {name: sum(g[name].double() for g in gradients.values()) for name in gradients["r0"]}
     whole = next(p for p in processes if p.replica == "r1")
     for process in processes:
-        places = FlatPlaces(process.layout.ranks[process.rank])
+        places = process.places
         for held in places.regions():
             part = places.view(process.flat, held.name, held.region)
-            other = FlatPlaces(whole.layout.ranks[0]).view(whole.flat, held.name, held.region)
+            other = whole.places.view(whole.flat, held.name, held.region)
             assert torch.equal(part, other), (process.replica, process.rank, held.name)
             exact = sums[held.name][held.region.within(TensorRegion.whole(held.shape))]
             if held.name == "counter":
@@ -185,14 +185,15 @@ def test_a_link_or_an_exchange_without_a_lane_is_refused():
     plane.close()
 
 
-def test_the_places_are_those_of_the_flat_gradients():
+@pytest.mark.parametrize("late", [(), ("1.bias",), ("0.weight", "2.weight", "3.bias")])
+def test_the_places_are_those_of_the_flat_gradients(late):
     """Also where the gradients fill several buckets, each with its presence at the end."""
     wide = torch.nn.Linear(1500, 1500)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), wide, torch.nn.Linear(1500, 1500), wide.bfloat16())
-    gradients = FlatGradients(model.named_parameters())
+    gradients = FlatGradients(model.named_parameters(), late=late)
     assert len(gradients.buckets) >= 2
     held = held_parameters(gradients.parameters)
-    places = FlatPlaces(held)
+    places = FlatPlaces(held, late)
     assert places.nbytes == gradients.nbytes
     flat = torch.zeros(places.nbytes, dtype=torch.uint8)
     for number, (_, parameter) in enumerate(gradients.parameters):

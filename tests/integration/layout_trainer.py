@@ -7,6 +7,8 @@ uses in half of the steps; the updates of its parameters are printed. The pace i
 """
 
 import faulthandler
+import functools
+import importlib
 import json
 import os
 import signal
@@ -21,6 +23,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fabric.client
+import fabric.ftar.lanes
+from fabric.ftar.buckets import FlatGradients, lay_out
 
 GLOBAL_BATCH = 16
 MOMENTUM = 0.1
@@ -120,6 +124,11 @@ def main() -> None:
     if layout != "plain":
         store = f"file://{os.environ['SHARDED_STORE']}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    if size := int(os.environ.get("LAYOUT_BUCKET_BYTES", "0")):
+        # import by name, because the package has a function ``attach`` too
+        attaching = importlib.import_module("fabric.client.attach")
+        attaching.FlatGradients = functools.partial(FlatGradients, bucket_bytes=size)
+        fabric.ftar.lanes.lay_out = functools.partial(lay_out, bucket_bytes=size)
     model, mesh = make(layout, ranks, int(os.environ.get("LAYOUT_WIDTH", "30")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data_set = Paced(example("fsdp2").samples(64))

@@ -1,8 +1,9 @@
 """tiny_trainer's loop with several small buckets. Backward waits in its middle until a bucket is exchanged,
 which proves the overlap.
 
-``OVERLAP``: ``plain``, ``ddp`` (with another bucket layout on every replica), or ``changed``, where the
-user's code changes a gradient after the last backward. ``OVERLAP_DEVICE``: on a simulated device.
+``OVERLAP``: ``plain``, ``ddp`` (with another bucket layout on every replica), ``averaged`` (with buffers
+that forward changes), ``after`` (as ``averaged``, without overlap), or ``changed``, where the user's code
+changes a gradient after the last backward. ``OVERLAP_DEVICE``: on a simulated device.
 """
 
 import functools
@@ -53,6 +54,21 @@ def wrapped(model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
+def build_for(how: str):
+    model, *rest = build(64)
+    if how in ("averaged", "after"):
+        model = torch.nn.Sequential(*model[:3], torch.nn.BatchNorm1d(64, affine=False), model[3])
+    return model, *rest
+
+
+def adapt(session: fabric.client.Session, model: torch.nn.Module, how: str) -> None:
+    if how == "after":
+        session.overlap.unwatch()
+        session.overlap.may_begin = lambda: False
+    if how == "ddp":
+        fabric.client.ddp(model, session)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     # import by name, because the package has a function ``attach`` too
@@ -62,13 +78,12 @@ def main() -> None:
     if "OVERLAP_DEVICE" in os.environ:
         device_trainer.simulate()
     how, me = os.environ["OVERLAP"], os.environ["FABRIC_REPLICA"]
-    inner, optimizer, scheduler = build(64)
+    inner, optimizer, scheduler = build_for(how)
     device = os.environ.get("TINY_DEVICE", "cpu")
     inner.to(device)
     model = wrapped(inner) if how == "ddp" else inner
-    session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler})
-    if how == "ddp":
-        fabric.client.ddp(model, session)
+    session = fabric.client.attach(model, optimizer, state={"scheduler": scheduler}, buffers="average")
+    adapt(session, model, how)
 
     def in_the_midst(*_: object) -> None:
         """Called when the last layer's gradient is final and the first layer's is not begun."""

@@ -66,6 +66,42 @@ def test_ranks_with_devices_digest_their_parts_there(zygote, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("way", "sharded", "ranks", "exchange"),
+    [
+        ("proven", "fsdp2", 2, "float32"),
+        ("proven", "fsdp2", 2, "int8"),
+        ("handed over", "fsdp2_tensor_parallel", 4, "float32"),
+        ("changed@3", "fsdp2", 2, "float32"),
+    ],
+)
+def test_sharded_gradients_end_with_equal_bits_with_and_without_overlap(
+    zygote, tmp_path, way, sharded, ranks, exchange
+):
+    ends = {}
+    for overlap in (way, "off"):
+        environment = {"SHARDED": sharded, "TINY_STEPS": "8", "SHARDED_OVERLAP": overlap}
+        environment |= {"FABRIC_EXCHANGE": exchange, "FABRIC_DATA_PLANE": "tcp"}
+        with RankJob(zygote, tmp_path / overlap, replicas=2, ranks=ranks, environment=environment) as job:
+            job.start("r0")
+            job.start("r1")
+            job.finish(restart=False, deadline_s=120)
+            assert set(job.codes.values()) == {0}, job.logs()
+            job.check_lanes(8)
+            ends[overlap] = [
+                job.rank_events(replica, rank, "state")[-1]["digest"]
+                for replica in ("r0", "r1")
+                for rank in range(ranks)
+            ]
+            lines = {name: (job.folder / f"{name}.log").read_text().splitlines() for name in job.pids}
+            overlapped = [[x for x in found if x.startswith("overlapped")] for found in lines.values()]
+            if overlap in ("proven", "handed over"):
+                assert all(len(x) >= 7 and set(x) == {"overlapped True"} for x in overlapped), overlapped
+            aborts = [e for e in job.events("r0", "abort") if "changed after the last backward" in e["why"]]
+            assert [e["step"] for e in aborts] == ([3] if overlap == "changed@3" else [])
+    assert ends[way] == ends["off"]
+
+
+@pytest.mark.parametrize(
     ("way", "ranks", "raises"),
     first_here("protocol/test_rank_orders.py", [("fsdp2", 2, 1), ("pipeline", 2, 0)]),
 )

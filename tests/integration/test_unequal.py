@@ -37,6 +37,7 @@ def unequal(zygote, folder, layouts: dict[str, tuple[str, int]], **environment: 
         "TINY_STEPS": str(STEPS),
         "TINY_PATIENT_STEPS": "28",
         "FABRIC_UNEQUAL": "1",
+        "LAYOUT_BUCKET_BYTES": "200",
         **environment,
     }
     job = RankJob(zygote, folder, replicas=len(layouts), environment=common)

@@ -95,7 +95,8 @@ ON_DEVICE = {"OVERLAP_DEVICE": "1"}
 
 
 @pytest.mark.parametrize(
-    ("how", "where"), [("plain", {}), ("ddp", {}), ("plain", ON_DEVICE), ("ddp", ON_DEVICE)]
+    ("how", "where"),
+    [("plain", {}), ("ddp", {}), ("averaged", {}), ("plain", ON_DEVICE), ("ddp", ON_DEVICE)],
 )
 def test_buckets_go_out_while_backward_runs_through_a_kill_and_a_join(zygote, tmp_path, how, where):
     job = run(zygote, tmp_path, "overlap_trainer", OVERLAP=how, TINY_STEPS="40", **where)
@@ -144,6 +145,20 @@ def test_a_gradient_that_is_changed_on_its_way_is_exchanged_again_as_it_is(zygot
         lines = (job.folder / "r0.log").read_text().splitlines()
         assert "overlapped True" in lines[: lines.index("computes 9")]
         assert "overlapped True" not in lines[lines.index("computes 10") :]
+
+
+def test_averaged_buffers_end_with_equal_bits_with_and_without_overlap(zygote, tmp_path):
+    ends = {}
+    for how in ("averaged", "after"):
+        environment = {"TEST_TRAINER": "overlap_trainer", "OVERLAP": how, "TINY_STEPS": "8"}
+        with Job(zygote, tmp_path / how, replicas=2, environment=environment) as job:
+            job.start_all()
+            job.finish()
+            assert job.codes == {"r0": 0, "r1": 0}, job.logs()
+            ends[how] = set(finals(job).values())
+        overlapped = "overlapped True" in (job.folder / "r0.log").read_text()
+        assert overlapped == (how == "averaged")
+    assert ends["averaged"] == ends["after"] and len(ends["after"]) == 1
 
 
 def test_examples_are_short():

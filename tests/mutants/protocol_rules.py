@@ -386,6 +386,20 @@ RULES = (
         "protocol/test_rank_orders.py::test_a_follower_obeys_until_the_end",
     ),
     Mutant(
+        "the exchange begins with the first rank's last backward",
+        Ranks._on_streaming,
+        "len(self._streaming) == self.size",
+        "True",
+        "protocol/test_rank_orders.py::test_the_exchange_begins_when_the_last_backward_has_begun_at_every_rank",
+    ),
+    Mutant(
+        "a gradient that changed at one rank is committed",
+        Ranks._on_computed,
+        'next((e.redo for e in outcomes if e.redo), "")',
+        "first.redo",
+        "protocol/test_rank_orders.py::test_a_gradient_that_changed_at_one_rank_aborts_the_round_at_all",
+    ),
+    Mutant(
         "the outcome of an earlier gradient counts",
         Ranks._on_gradient,
         "outcome.number != fetching.number",

@@ -1,14 +1,90 @@
-"""Deliberate bugs in outer steps, collectives and the launcher: one small change each."""
+"""Deliberate bugs in overlap, outer steps, collectives and the launcher: one small change each."""
 
 from mutants.mutant import Mutant
 
 from fabric.cli.launch import restart_policy
 from fabric.cli.launch.restart_policy import DeviceHistory, RestartPolicy
+from fabric.client.attach import _lanes
 from fabric.client.collectives import calls
 from fabric.client.collectives.collectives import CollectiveMembers, Collectives
+from fabric.client.gradients.bucket_stream import BucketReadiness, Overlap, SentGradients
+from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.outer.outer_loop import GlobalParameters, JobRounds, OuterLoop, _Updates
+from fabric.client.state.fetch_thread import PieceFetcher
+from fabric.ftar.lanes import FlatPlaces
 
 SHELLS = (
+    # the exchange during backward
+    Mutant(
+        "a late value is handed over with the end of backward",
+        Overlap.__init__,
+        "if not bucket.late",
+        "",
+        "client/test_overlap.py::test_late_values_are_final_when_the_order_ends",
+    ),
+    Mutant(
+        "a gradient is final with the first addition to it",
+        Overlap.ready,
+        "self._expected.get(key, 1)",
+        "1",
+        "client/test_overlap.py::test_a_gradient_is_final_when_backward_has_added_to_it_as_often_as_before",
+    ),
+    Mutant(
+        "an addition more than expected goes unseen",
+        Overlap.ready,
+        "self._sent.changed = True",
+        "pass",
+        "client/test_overlap.py::test_an_addition_that_ddp_reports_once_more_than_before_is_noticed",
+    ),
+    Mutant(
+        "a write that changes no version goes unseen",
+        SentGradients.end,
+        "not all(shared)",
+        "False",
+        "client/test_overlap.py::test_each_change_after_a_gradient_was_sent_is_noticed",
+    ),
+    Mutant(
+        "a change during backward goes unseen",
+        SentGradients.hold,
+        "if key in self._versions",
+        "if False",
+        "client/test_overlap.py::test_each_change_after_a_gradient_was_sent_is_noticed",
+    ),
+    Mutant(
+        "an abort ends the waits of later rounds",
+        BucketReadiness.wait,
+        "epoch <= self._aborted[0]",
+        "self._aborted[0]",
+        "client/test_overlap.py::test_an_abort_ends_the_waits_of_its_epoch_and_not_of_a_later_one",
+    ),
+    Mutant(
+        "lanes gather buckets before they are final",
+        ExchangeThread._exchange_lanes,
+        "stream.wait(bucket, epoch)",
+        "pass",
+        "ftar/test_lane_exchange.py::test_late_values_arrive_in_any_layouts_with_any_weights_while_backward_runs",
+    ),
+    Mutant(
+        "lanes look for late values where they would be without overlap",
+        FlatPlaces.__init__,
+        ", late=late",
+        "",
+        "ftar/test_rank_lanes.py::test_the_places_are_those_of_the_flat_gradients",
+    ),
+    Mutant(
+        "a rank that catches up reads late values at wrong places",
+        PieceFetcher._from,
+        "FlatPlaces(row, self._lanes.late)",
+        "FlatPlaces(row)",
+        "client/test_gradient_pieces.py::test_every_rank_gets_its_part_from_any_layout",
+    ),
+    Mutant(
+        "a rank knows no late values of other ranks",
+        _lanes,
+        "for x in ranks for name",
+        "for x in [own] for name",
+        "client/test_unequal_limits.py::test_a_rank_without_the_buffers_knows_the_places_of_those_of_other_ranks",
+    ),
     # outer steps
     Mutant(
         "every outer step exchanges the first fragment",

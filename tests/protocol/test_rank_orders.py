@@ -77,6 +77,47 @@ def exchanging():
     return replica
 
 
+def test_the_exchange_begins_when_the_last_backward_has_begun_at_every_rank():
+    replica, order = computing()
+    replica.both(io.Linked(1))
+    replica.rank(1, io.Streaming(0, 1.0))
+    assert not replica.orders(io.StartExchange)
+    replica.rank(0, io.Streaming(0, 3.0))
+    wanted = io.StartExchange(FIRST.fence, 0, 2.0, streaming=True)  # the mean over the groups of samples
+    assert replica.orders(io.StartExchange) == [wanted, wanted]
+    replica.both(io.Exchanged(1, 0, "g"))
+    assert not replica.said(m.CommitVote), "no vote before the own contribution"
+    replica.both(io.Computed(0, order.micro_batches, 2.0))
+    assert not replica.orders(io.StartExchange)
+
+
+def test_a_rank_that_does_not_stream_lets_all_exchange_after_backward():
+    replica, order = computing()
+    replica.both(io.Linked(1))
+    replica.rank(1, io.Streaming(0, 2.0))
+    replica.both(io.Computed(0, order.micro_batches, 2.0))
+    assert [x.streaming for x in replica.orders(io.StartExchange)] == [False, False]
+    replica.rank(0, io.Streaming(0, 2.0))  # the word of the order before is forgotten
+    assert not replica.orders(io.StartExchange) and not replica.core.over
+
+
+def test_a_gradient_that_changed_at_one_rank_aborts_the_round_at_all():
+    replica, order = computing()
+    replica.both(io.Linked(1))
+    replica.both(io.Streaming(0, 2.0))
+    replica.rank(0, io.Computed(0, order.micro_batches, 2.0))
+    replica.rank(1, io.Computed(0, order.micro_batches, 2.0, redo="it was changed"))
+    assert [x.why for x in replica.orders(io.AbortExchange)] == ["it was changed"] * 2
+    assert not replica.said(m.Contribution)
+
+
+def test_ranks_that_disagree_on_a_streamed_weight_stop_the_replica():
+    replica, _ = computing(groups=(0, 0))
+    replica.rank(0, io.Streaming(0, 2.0))
+    replica.rank(1, io.Streaming(0, 3.0))
+    assert all("they must agree" in x.reason for x in replica.orders(io.Stop)) and replica.core.over
+
+
 def test_digests_of_the_ranks_are_one_digest_in_rank_order():
     assert ro.replica_digest(["x"]) == "x"
     assert ro.replica_digest(["x", "y"]) != ro.replica_digest(["y", "x"])
@@ -469,6 +510,7 @@ EVENTS = [
     io.Ready(1, "d"),
     io.Ready(1, later=True),
     io.Digested(1, "d"),
+    io.Streaming(1, 3.0),
     io.Computed(1, (1, 2), 3.0, (("loss", 1.0),)),
     io.Installed(1, "d", True),
     io.InstallFailed("why"),

@@ -174,7 +174,7 @@ class LaneRings:
         self.slots: dict[int, LaneGradient] = {}
         self.flip = False
         self.digest_s = 0.0
-        self.awaited = None
+        self.awaited: io.StartExchange | None = None  # waits for the last backward
         self._aborted: dict[int, tuple[str, str]] = {}
         self._retired_before = 0
         self._exchange: _Exchange | None = None
@@ -218,6 +218,11 @@ class LaneRings:
             self._aborted.setdefault(epoch, (why, about))
         for ring in list(self.rings.values()):
             ring.abort(epoch, why, about)
+        awaited = self.awaited
+        if awaited is not None and awaited.fence.epoch == epoch:
+            self.awaited = None
+            self.trainer.clockwork.counts["path: aborted while streaming"] += 1
+            self._fail(awaited, why, about)
 
     def retire(self, before: int) -> None:
         self._retired_before = max(self._retired_before, before)
@@ -233,7 +238,10 @@ class LaneRings:
         self.trainer.after(busy + clockwork.between(0.0, 0.002), lambda: self._begin(order))
 
     def finished(self, step: int, changed: bool) -> None:
-        """Ranks do not overlap the exchange with their backward."""
+        """Give the final gradient to the exchange that waits for it. No member may commit a changed one."""
+        order, self.awaited = self.awaited, None
+        if order is not None and order.step == step:
+            self._begin(order)
 
     def _begin(self, order: io.StartExchange) -> None:
         trainer, pieces, epoch = self.trainer, self.trainer.world.pieces, order.fence.epoch
@@ -247,7 +255,11 @@ class LaneRings:
         if refusal is not None:
             self._fail(order, *refusal)
             return
+        if order.streaming and trainer.main.streaming:
+            self.awaited = order
+            return
         demand(self._exchange is None, f"{trainer.name} starts two exchanges at once")
+        trainer.clockwork.counts["path: streamed"] += order.streaming
         content = trainer.main.gradient if order.weight > 0 else ()
         if order.weight == 0 and not record.is_forced:
             trainer.clockwork.counts["path: weight zero in the first round"] += 1

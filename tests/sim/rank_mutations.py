@@ -67,6 +67,24 @@ def install_when_rank_0_has_its_part(patch: Patch) -> None:
     patch.setattr(Ranks, "_on_state", hasty)
 
 
+def the_exchange_begins_with_the_first_rank(patch: Patch) -> None:
+    def hasty(ranks: Ranks, rank: int, event: io.Streaming, now: float) -> None:
+        ranks._record_event(event, now)
+
+    patch.setattr(Ranks, "_on_streaming", hasty)
+
+
+def the_word_of_a_rank_outlives_its_order(patch: Patch) -> None:
+    on_computed = Ranks._on_computed
+
+    def remembering(ranks: Ranks, *arguments: Any) -> None:
+        words = dict(ranks._streaming)
+        on_computed(ranks, *arguments)
+        ranks._streaming |= words
+
+    patch.setattr(Ranks, "_on_computed", remembering)
+
+
 MUTATIONS: dict[str, Callable[[Patch], None]] = {
     mutation.__name__: mutation
     for mutation in (
@@ -74,5 +92,7 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
         go_on_without_a_lost_rank,
         compute_is_over_when_rank_0_is_done,
         install_when_rank_0_has_its_part,
+        the_exchange_begins_with_the_first_rank,
+        the_word_of_a_rank_outlives_its_order,
     )
 }

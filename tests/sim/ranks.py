@@ -17,7 +17,7 @@ from sim.main_thread import MainThread
 from sim.network import Connection, End
 from sim.server import Server, digest_of
 from sim.trainer import Trainer
-from sim.world import Settings, World
+from sim.world import World
 
 from fabric.model import RankAddress, SnapshotRef
 from fabric.protocol.member.core import MemberCore
@@ -39,6 +39,9 @@ REQUIRED = (
     "path: a part of a snapshot is missing",
     "path: a snapshot of all ranks",
     "path: installed by all ranks",
+    "path: streamed",
+    "path: aborted while streaming",
+    "path: a streamed gradient was changed",
     "path: replay",
     "path: cold start",
     "path: join",
@@ -330,10 +333,6 @@ class RankWorld(World):
             else:
                 trigger = clockwork.random.choice(RANK_TRIGGERS)
                 clockwork.at(time, lambda t=trigger, k=kind: self.waiting_faults.append((t, k)))
-
-    def choose(self) -> Settings:
-        # Ranks do not overlap the exchange with backward, because all ranks would have to begin it together.
-        return replace(super().choose(), streaming=False)
 
     def start_trainer(self, name: str) -> None:
         host = self.hosts[name]

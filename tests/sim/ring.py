@@ -246,11 +246,12 @@ class Ring:
             return
         content = trainer.main.gradient if order.weight > 0 else ()
         trainer.clockwork.counts["path: streamed"] += order.streaming
-        if changed:
-            content = content[:-1]
         if order.weight == 0 and not links.record.is_forced:
             trainer.clockwork.counts["path: weight zero in the first round"] += 1
-        trainer.world.checks.gathered(trainer, order, content)
+        if changed:
+            content = content[:-1]  # no member may commit it; an order to abort is on its way to this rank
+        else:
+            trainer.world.checks.gathered(trainer, order, content)
         if not trainer.core.context.config.retain and content:
             # the gradient was reduced in place
             trainer.main.given, trainer.main.gradient = (order.step, content), ()

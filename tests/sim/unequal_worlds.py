@@ -41,6 +41,8 @@ REQUIRED = (
     "fault: lighthouse crash",
     "path: a layout changed",
     "path: lanes of unequal layouts",
+    "path: streamed",
+    "path: aborted while streaming",
     "path: a state of another layout",
     "path: a gradient of another layout",
     "path: a snapshot of all ranks",

@@ -11,13 +11,14 @@ the change before any member can commit: this round is redone and all later roun
 import contextlib
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
 
 from fabric.errors import ConfigError, RoundAborted
-from fabric.ftar.buckets import Bucket, FlatGradients
+from fabric.ftar.buckets import Bucket, FlatGradients, is_complete, local_part
 from fabric.ftar.device.cuda import CudaEvent, CudaStream
 
 # Finds gradients that a loop keeps from one step to the next, or drops within a step, and refuses both.
@@ -146,6 +147,7 @@ def _has_value(gradient: Any) -> bool:
 
 
 _NOTHING = contextlib.nullcontext()
+_torch: Any = torch  # torch declares no types for what copies memory at the first write
 
 
 class BucketReadiness:
@@ -158,34 +160,122 @@ class BucketReadiness:
         self._changed = threading.Condition()
         self._final: dict[int, tuple[CudaEvent, ...]] = {}
         self._all: tuple[CudaEvent, ...] | None = None
-        self._cause: str | None = None
+        self._aborted = 0, ""  # the newest aborted epoch, and why
 
-    def finish(self, bucket: Bucket, events: tuple[CudaEvent, ...]) -> None:
-        """Mark ``bucket`` as final."""
+    def finish(self, bucket: Bucket, events: tuple[CudaEvent, ...] = ()) -> None:
+        """Mark ``bucket`` as final, unless it is."""
         with self._changed:
-            self._final[bucket.begin] = events
+            self._final.setdefault(bucket.begin, events)
             self._changed.notify_all()
 
     def finish_all(self, events: tuple[CudaEvent, ...] = ()) -> None:
-        """Mark all buckets as final: backward has ended, so no parameter gets a further gradient."""
+        """Mark all buckets as final: the order has ended, so no parameter gets a further gradient."""
         with self._changed:
-            self._all = events if self._all is None else self._all
+            self._all = events
             self._changed.notify_all()
 
-    def abort(self, why: str) -> None:
-        """End the exchange thread's wait with RoundAborted; from any thread."""
+    def abort(self, epoch: int, why: str) -> None:
+        """End the waits of rounds up to ``epoch`` with RoundAborted; from any thread."""
         with self._changed:
-            self._cause = why
+            self._aborted = epoch, why
             self._changed.notify_all()
 
-    def wait(self, bucket: Bucket) -> tuple[CudaEvent, ...]:
-        """Return the events of ``bucket`` when it is final. Raises RoundAborted."""
+    def wait(self, bucket: Bucket, epoch: int) -> tuple[CudaEvent, ...]:
+        """Return the events of ``bucket`` when it is final, for a round of ``epoch``. Raises RoundAborted."""
         with self._changed:
             while (events := self._final.get(bucket.begin, self._all)) is None:
-                if self._cause is not None:
-                    raise RoundAborted(self._cause)
+                if epoch <= self._aborted[0]:
+                    raise RoundAborted(self._aborted[1])
                 self._changed.wait()
             return events
+
+
+class SentGradients:
+    """The gradients of one order that were handed over; it notices when one of them changes later.
+
+    Gradients may share memory (FSDP2). Some operations on a sharded gradient change no version
+    (``torch._foreach_mul_``). So its memory gets a second owner once backward adds no more to it. Torch then
+    gives the first writer a copy of its own.
+    """
+
+    def __init__(self) -> None:
+        self.changed = False
+        self._accumulated: set[int] = set()  # the parameters that have a gradient already
+        self._versions: dict[int, int] = {}  # by parameter: of the gradients that were final during backward
+        self._contents: dict[int, int] = {}  # by memory: its version
+        self._additions_due: Counter[int] = Counter()  # by memory: the gradients that are not final yet
+        self._watched: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by memory: both owners
+        self._held: dict[int, tuple[torch.Tensor | None, tuple[int, int]]] = {}
+
+    def begin(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Begin the last backward of an order, which adds to the gradients of ``parameters``."""
+        with_gradient = [p for p in parameters if p.grad is not None]
+        self.changed = False
+        self._accumulated = {id(p) for p in with_gradient}
+        self._additions_due = Counter(_memory(p.grad) for p in with_gradient)
+        self._versions.clear()
+        self._contents.clear()
+
+    def note_addition(self, parameter: torch.Tensor, is_final: bool) -> None:
+        """Note that backward has added to the gradient of ``parameter``."""
+        if (gradient := parameter.grad) is None:
+            return
+        key, memory, (version, content) = id(parameter), _memory(gradient), _version(gradient)
+        before, accumulates = self._contents.get(memory), key in self._accumulated
+        if before is not None and content != before + accumulates:
+            self.changed = True  # other code has written to this memory since a part of it was final
+        if before is not None or is_final:
+            self._contents[memory] = content
+        self._additions_due[memory] -= accumulates
+        self._accumulated.add(key)
+        if not is_final:
+            self._additions_due[memory] += 1
+            return
+        self._versions[key] = version
+        if not self._additions_due[memory]:
+            self._watch(gradient)
+
+    def hold(self, parameter: torch.Tensor) -> None:
+        """Note at the end of backward that the gradient of ``parameter`` is handed over."""
+        key, gradient, version = id(parameter), parameter.grad, _version(parameter.grad)
+        if key in self._versions and version != (self._versions[key], self._contents.get(_memory(gradient))):
+            self.changed = True
+        self._held[key] = gradient, version
+        if gradient is not None:
+            self._watch(gradient)
+
+    def _watch(self, gradient: torch.Tensor) -> None:
+        memory = _memory(gradient)
+        if not hasattr(gradient, "device_mesh") or memory in self._watched:
+            return
+        part = local_part(gradient)
+        try:
+            self._watched[memory] = part, _torch._lazy_clone(part)  # noqa: SLF001
+        except (RuntimeError, TypeError):  # memory that torch cannot share, such as a buffer of Python's
+            self.changed = True
+
+    def end(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """End the order; return whether one of its gradients has changed since it was handed over."""
+        for p in parameters:
+            gradient, version = self._held.get(id(p), (p.grad, _version(p.grad)))
+            self.changed = self.changed or p.grad is not gradient or _version(p.grad) != version
+        shared = (_torch._C._is_cow_tensor(part) for part, _ in self._watched.values())  # noqa: SLF001
+        self.changed = self.changed or not all(shared)
+        self._held.clear()
+        self._watched.clear()
+        return self.changed
+
+
+def _version(gradient: torch.Tensor | None) -> tuple[int, int]:
+    """Return the versions of a gradient and of this rank's part: an operation on one counts there alone."""
+    if gradient is None:
+        return -1, -1
+    return gradient._version, local_part(gradient)._version  # noqa: SLF001  (torch has no public one)
+
+
+def _memory(gradient: torch.Tensor | None) -> int:
+    """Return the name of a gradient's memory. Its address would be asked for in order to write."""
+    return 0 if gradient is None else local_part(gradient).untyped_storage()._cdata  # noqa: SLF001
 
 
 class Overlap:
@@ -193,6 +283,10 @@ class Overlap:
 
     ``announce(step, weight)`` tells the core that the gradient of ``step`` is on its way. Hooks on the
     parameters call ``ready``. After ``unwatch`` the caller calls it instead (DDP).
+
+    A backward pass may add to one gradient several times. So a gradient is final when this backward has added
+    to it as often as the last backward of the micro-batch before. Late buckets are final when the order ends.
+    So are gradients whose partial sums the replica's ranks add up then.
     """
 
     def __init__(
@@ -206,19 +300,21 @@ class Overlap:
         # On a device: returns the stream of the calling thread, on which a gradient is accumulated.
         self.stream_of_thread: Callable[[], CudaStream] | None = None
         self._streams: dict[int, set[CudaStream]] = {}  # a bucket's begin -> streams that add to it
-        self._parameters = [parameter for _, parameter in gradients.parameters]
-        self._buckets = {id(p): bucket for bucket in gradients.buckets for _, p in bucket.parameters}
+        self._buckets = [bucket for bucket in gradients.buckets if not bucket.late]
+        self._parameters = [p for bucket in self._buckets for _, p in bucket.parameters]
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for _, p in bucket.parameters}
         self._announce = announce
-        self._usable = wanted
+        self._usable = wanted and len(self._buckets) > 1  # a single bucket is final only after backward
         self._backwards_per_micro_batch = 0  # number of backward passes in the previous micro-batch
         self._weight = 0.0  # sum of the weights of this order's backward passes so far
         self._calls = 0
         self._last = False
         self._running = False
+        # How often a backward pass has added to each gradient: this one, and the one that it is like.
+        self._additions: dict[int, int] = {}
+        self._expected: dict[int, int] = {}
         self._missing: dict[int, int] = {}
-        self._versions: dict[int, int] = {}
-        self._handed_over: dict[int, torch.Tensor | None] = {}
-        self._changed = False
+        self._sent = SentGradients()
         self._hooks = [
             p.register_post_accumulate_grad_hook(self.ready)  # type: ignore[no-untyped-call]
             for p in self._parameters
@@ -234,6 +330,7 @@ class Overlap:
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[object]:
         """Enclose the user's work on one micro-batch. ``last``: it is the last micro-batch of its order."""
         self._backwards_per_micro_batch, self._calls, self._last = self._calls, 0, last
+        self._expected = self._additions
         return _NOTHING if last else self.without_sync()
 
     def backward(self, step: int, weight: float, run: Callable[[], None]) -> None:
@@ -242,6 +339,7 @@ class Overlap:
             self.stale.begin(step)
         self._calls += 1
         self._weight += weight
+        self._additions = {}
         is_last = self._usable and self._last and self.stream is None
         is_last = is_last and self._calls == self._backwards_per_micro_batch and self.may_begin()
         if is_last:
@@ -254,45 +352,48 @@ class Overlap:
 
     def _begin(self, step: int) -> None:
         self.stream = BucketReadiness()
-        self._missing = {}
-        for bucket in self._buckets.values():
-            self._missing[bucket.begin] = len(bucket.parameters)
-            self._streams[bucket.begin] = self._own_stream()
-        self._versions.clear()
-        self._changed = False
+        self._missing = {bucket.begin: len(bucket.parameters) for bucket in self._buckets}
+        self._streams = {bucket.begin: self._own_stream() for bucket in self._buckets}
+        self._sent.begin(self._parameters)
         self._running = True
         self._announce(step, self._weight)
 
     def _end(self) -> None:
         self._running = False
-        for p in self._parameters:
-            version = -1 if p.grad is None else p.grad._version  # noqa: SLF001  (torch has no public one)
-            if self._versions.setdefault(id(p), version) != version:
-                self._changed = True
-            self._handed_over[id(p)] = p.grad
         assert self.stream is not None
         # torch lets this thread's stream wait for all streams of its backward.
-        self.stream.finish_all(tuple(stream.record() for stream in self._own_stream()))
+        events = _recorded(self._own_stream())
+        for bucket in self._buckets:
+            if not all(is_complete(p) for _, p in bucket.parameters):
+                continue
+            for _, p in bucket.parameters:
+                self._sent.hold(p)
+            self.stream.finish(bucket, events)
 
     def _own_stream(self) -> set[CudaStream]:
         return {self.stream_of_thread()} if self.stream_of_thread is not None else set()
 
     def ready(self, parameter: torch.Tensor, version: bool = True) -> None:
-        """Note that the gradient of ``parameter`` is final, if this is the last backward.
+        """Note that backward has added to the gradient of ``parameter``.
 
         ``version`` False: ignore the tensor's version, because DDP writes the same bytes to it again.
         """
-        if not self._running or (bucket := self._buckets.get(id(parameter))) is None:
+        if (bucket := self._bucket_of.get(key := id(parameter))) is None:
             return
-        missing = self._missing[bucket.begin] = self._missing[bucket.begin] - 1
-        if id(parameter) in self._versions or missing < 0:
-            self._changed = True  # activation checkpointing may add to a parameter's gradient more than once
-        if version and parameter.grad is not None:
-            self._versions[id(parameter)] = parameter.grad._version  # noqa: SLF001
+        times = self._additions[key] = self._additions.get(key, 0) + 1
+        if not self._running or self.stream is None:
+            return
         streams = self._streams[bucket.begin]
         streams |= self._own_stream()
-        if missing == 0 and self.stream is not None:
-            self.stream.finish(bucket, tuple(stream.record() for stream in streams))
+        expected = self._expected.get(key, 1)
+        if version:
+            self._sent.note_addition(parameter, times == expected)
+        if times > expected:
+            self._sent.changed = True  # this backward adds more often than the one before
+        elif times == expected and is_complete(parameter):
+            missing = self._missing[bucket.begin] = self._missing[bucket.begin] - 1
+            if missing == 0:
+                self.stream.finish(bucket, _recorded(streams))
 
     def end_order(self) -> str:
         """End an order whose micro-batches are computed.
@@ -303,17 +404,9 @@ class Overlap:
         if (stream := self.stream) is None:
             return ""
         self.stream = None
-        changed = self._changed or self._running
-        for p in self._parameters:
-            handed_over = self._handed_over.get(id(p))
-            current = p.grad
-            same = current is handed_over and (
-                current is None or current._version == self._versions[id(p)]  # noqa: SLF001
-            )
-            changed = changed or not same
-        self._handed_over.clear()
+        changed = self._sent.end(self._parameters) or self._running
         self._running = False
-        stream.finish_all()
+        stream.finish_all(_recorded(self._own_stream()))
         if not changed:
             return ""
         self._usable = False
@@ -322,3 +415,7 @@ class Overlap:
             "a gradient was changed after the last backward of a micro-batch: this replica exchanges without "
             "overlap from now on"
         )
+
+
+def _recorded(streams: Iterable[CudaStream]) -> tuple[CudaEvent, ...]:
+    return tuple(stream.record() for stream in streams)

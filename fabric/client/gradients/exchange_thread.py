@@ -206,7 +206,7 @@ class ExchangeThread:
         """End the round's wait for gradients that backward computes. The plane ends all other waits."""
         newest, stream = self._newest
         if stream is not None and newest <= epoch:
-            stream.abort(why)
+            stream.abort(epoch, why)
 
     def _run(
         self,
@@ -280,7 +280,7 @@ class ExchangeThread:
         if order.weight == 0:
             self.backend.run(flat.zero_)
         for bucket in self._gradients.buckets:
-            ready = stream.wait(bucket) if stream is not None else None
+            ready = stream.wait(bucket, order.fence.epoch) if stream is not None else None
             if self._gradients.is_exchanged(bucket, order.step):
                 self._reduce(order, bucket, flat, entry, ready)
             else:
@@ -302,7 +302,7 @@ class ExchangeThread:
         if order.weight == 0:
             run(flat.zero_)
         for bucket in self._gradients.buckets if order.weight > 0 else ():
-            ready = stream.wait(bucket) if stream is not None else None
+            ready = stream.wait(bucket, epoch) if stream is not None else None
             run(partial(self._gather, order, bucket, flat), ready)
             self._free(bucket)
         lanes = self.lanes.get(epoch)

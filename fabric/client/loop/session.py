@@ -36,6 +36,7 @@ from fabric.client.data.loader import (
 from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.client.data.sampler import StepSampler
 from fabric.client.gradients.bucket_stream import Overlap, StaleGradients
+from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.loop.local_state import Handover, LocalState, LoopProgress, optimizers_in
 from fabric.client.loop.loop_orders import FIRST_S, LoopOrder, LoopOrders, WaitLogger, describe_wait
 from fabric.client.loop.loop_source import check_exchange_loop, check_source
@@ -137,12 +138,12 @@ class Session(LoopCalls):
         self.overlap = Overlap(
             gradients,
             lambda step, weight: self._engine.post(io.Streaming(step, weight)),
-            # Overlap needs one rank: several would have to begin together. Averaged buffers, and a single
-            # bucket, are final only after backward.
+            # On a device, overlap of several ranks and of averaged buffers is not tested.
             wanted=settings.retain_gradients
-            and process.group is None
-            and len(gradients.buckets) > 1
-            and not (parts.buffers.stand_ins or parts.own_states.stand_ins),
+            and (
+                isinstance(parts.exchange.backend, HostBackend)
+                or (process.group is None and not (parts.buffers.stand_ins or parts.own_states.stand_ins))
+            ),
         )
         self.overlap.may_begin = self._engine.may_be_asked
         self.overlap.stream_of_thread = parts.exchange.backend.stream_of_thread

@@ -40,7 +40,7 @@ class PieceFetcher:
     def __init__(self, lanes: LaneDirectory) -> None:
         self._lanes = lanes
         self._row = lanes.layout.ranks[lanes.rank]
-        self._places = FlatPlaces(self._row)
+        self._places = FlatPlaces(self._row, lanes.late)
         self._memory = torch.zeros(0, dtype=torch.uint8, device="cpu")
 
     def fetch(
@@ -85,7 +85,7 @@ class PieceFetcher:
         first: GradientMeta | None = None
         for rank, parts in self._parts(member).items():
             row = read_layout(member.cuts).ranks[rank]
-            theirs = FlatPlaces(row)
+            theirs = FlatPlaces(row, self._lanes.late)
             if len(self._memory) < theirs.nbytes:
                 self._memory = torch.zeros(theirs.nbytes, dtype=torch.uint8, device="cpu")
             source = self._memory[: theirs.nbytes]

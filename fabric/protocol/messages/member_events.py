@@ -54,7 +54,7 @@ class Streaming:
     Computed follows.
     """
 
-    step: int
+    step: Int64
     weight: float  # the weight of the micro-batches that the trainer computes now
 
 

@@ -72,6 +72,7 @@ class SnapshotDue:
 RankEvent = (
     io.Ready
     | io.Digested
+    | io.Streaming
     | io.Computed
     | io.Installed
     | io.InstallFailed

@@ -41,7 +41,7 @@ LIMITS = {
     "settings": 41,
     "flags and arguments of commands": 135,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.20,
+    "lines of fabric/ per function": 14.21,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {

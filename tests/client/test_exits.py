@@ -168,7 +168,7 @@ EXITS: dict[str, tuple[str, str]] = {
         "FAILED",
         "protocol/test_rank_digests.py::test_ranks_that_tell_the_digests_of_different_steps_end_the_replica",
     ),
-    "protocol/ranks.py Ranks._on_lost": (
+    "protocol/ranks.py Ranks._on_one": (
         "RESTART",
         "protocol/test_rank_orders.py::test_a_lost_rank_ends_the_replica_and_rank_0_last",
     ),

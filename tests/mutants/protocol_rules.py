@@ -409,8 +409,8 @@ RULES = (
     Mutant(
         "rank 0 obeys before the other ranks",
         Ranks._send,
-        "self._effects.append(order)",
-        "self._effects.insert(0, order)",
+        "self._effects.append(ToSelf(",
+        "self._effects.insert(-1, ToSelf(",
         "protocol/test_rank_orders.py::test_a_lost_rank_ends_the_replica_and_rank_0_last",
     ),
     Mutant(

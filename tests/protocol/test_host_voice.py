@@ -104,11 +104,12 @@ def test_outcomes_that_cross_leave_none_behind():
 
 
 def test_a_rank_that_links_again_is_not_kept_waiting():
-    voice = HostVoice(RANKS[:2], 7)
+    voice = HostVoice(RANKS, 7)
     say(voice, 5, io.Linked(1))
     assert say(voice, 4, io.LinkFailed(1, "b", "reset"))
-    assert say(voice, 4, io.Linked(1)) == [((4,), (io.Linked(1),), 0)]
     assert say(voice, 5, io.Linked(1)) == [((5,), (io.Linked(1),), 0)]
+    assert say(voice, 4, io.Linked(1)) == []
+    assert say(voice, 6, io.Linked(1)) == [((4, 6), (io.Linked(1),) * 2, 0)]
 
 
 def test_a_fetch_is_one_question_however_each_rank_ends_it():

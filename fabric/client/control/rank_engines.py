@@ -83,7 +83,8 @@ class RankLinks:
             sock.close()  # the socket is from an earlier process
             return
         self._links[greeting.rank] = Link(sock, f"rank {greeting.rank}")
-        self._linked.set()
+        if len(self._links) >= len(self.voices):
+            self._linked.set()
 
     async def wait(self) -> None:
         """Wait until the first rank of each of ``voices`` is linked. Raises Unreachable."""

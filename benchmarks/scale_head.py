@@ -1,9 +1,10 @@
 """The head of one replica: rank 0's control of its other ranks, measured in a process of its own.
 
 Real: the listener with its handshake, the links, the codec, the adapter ``Ranks``, the member core with its
-driver. Mock: the other ranks (``scale_followers.py``, one process with a real socket for each), rank 0's main
-thread and data plane, the leader, and the other members, which answer at once. A step computes nothing and
-exchanges nothing, so all of its time is control.
+driver, and the summing of each host's voice. Mock: the other ranks (``scale_followers.py``, one process with
+a real socket for each voice), rank 0's main thread and data plane, the leader, and the other members, which
+answer at once. A step computes nothing and exchanges nothing, so all of its time is control. ``per_host``
+ranks have one voice; with 1 each rank speaks for itself.
 
 ``benchmarks/scale.py`` runs it with one line of JSON on stdin; it prints one line of JSON.
 """
@@ -23,14 +24,14 @@ from typing import Any
 
 import uvloop
 
-from fabric.client.control.rank_engines import HeadLinks
+from fabric.client.control.rank_engines import RankLinks
 from fabric.model import Base, Member, RankAddress, Record
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages.rank_messages import RankCommand, RankOutcome
-from fabric.protocol.ranks import FromRank, RankLost, Ranks, ToRank
+from fabric.protocol.messages.rank_messages import FromHost, FromRank, RankCommand, RankLost, RankOutcome
+from fabric.protocol.ranks import Ranks, ToOthers, ToSelf
 from fabric.runtime.driver import Driver
 from fabric.runtime.system_calls import seconds_since_boot
 from fabric.transport.tcp import Listener, ListenerIdentity
@@ -67,11 +68,12 @@ class MockHead:
 
     def __init__(self, replicas: int, ranks: int, steps: int) -> None:
         self.record, self.steps = record_of(replicas, ranks), steps
-        self.links = HeadLinks(ranks, self.record.roster[0].incarnation)
+        self.links = RankLinks(0, self.record.roster[0].incarnation)
         self.ranks: Ranks | None = None
         self.driver: Driver[Any, Any] | None = None
         self.marks: list[tuple[float, float, int]] = []  # at each step: time, processor time, commands sent
         self.sent = 0
+        self.lost_at = 0.0
         self.done = asyncio.Event()
         self.stopped = asyncio.Event()
         self.error: BaseException | None = None
@@ -90,7 +92,7 @@ class MockHead:
         member = MemberCore(identity, MemberConfig(), seconds_since_boot(), MemberState(0, 0, DIGEST))
         self.ranks = Ranks(member, tuple(range(ranks)))
         self.driver = Driver(self.ranks, self.perform, tick=io.Tick(), on_crash=self.crash)
-        self.links.hear(self.heard, self.lost)
+        self.links.hear(self.heard)
         self.feed(io.LeaderConnected())
         self.answer(io.Ready(0, DIGEST))
         self.feed(io.FromLeader(m.Epoch(self.record)))
@@ -103,11 +105,10 @@ class MockHead:
         """Answer for rank 0."""
         self.feed(FromRank(0, RankOutcome(event, number)))
 
-    def heard(self, rank: int, outcome: RankOutcome) -> None:
-        self.feed(FromRank(rank, outcome))
-
-    def lost(self, rank: int, why: str) -> None:
-        self.feed(RankLost(rank, why))
+    def heard(self, said: FromRank | FromHost) -> None:
+        if isinstance(said, FromRank) and isinstance(said.outcome.event, RankLost):
+            self.lost_at = time.monotonic()
+        self.feed(said)
 
     def crash(self, error: BaseException) -> None:
         self.error = error
@@ -116,12 +117,11 @@ class MockHead:
     # --- effects --------------------------------------------------------------------------------------
 
     def perform(self, effect: Any) -> None:
-        if isinstance(effect, ToRank):
-            self.sent += 1
-            if effect.rank:
-                self.links.send(effect.rank, effect.command)
-            else:
-                self.obey(effect.command)
+        if isinstance(effect, ToOthers):
+            self.sent += len(effect.commands)
+            self.links.tell(effect)
+        elif isinstance(effect, ToSelf):
+            self.obey(effect.command)
         elif isinstance(effect, io.SendPeer):
             self.peer_answers(effect)
         elif isinstance(effect, io.SendLeader) and isinstance(effect.message, m.Report):
@@ -186,15 +186,25 @@ class Followers:
         self.process.wait()
 
 
-async def main(followers: Followers, replicas: int, ranks: int, steps: int) -> dict[str, float]:
+async def main(
+    followers: Followers, replicas: int, ranks: int, per_host: int, steps: int
+) -> dict[str, float]:
     head = MockHead(replicas, ranks, steps)
     incarnation = head.record.roster[0].incarnation
     listener = Listener(ListenerIdentity("scale", "r00"), TOKEN, head.links.accept)
     await listener.start("127.0.0.1")
-    about = {"port": listener.address[1], "ranks": ranks, "incarnation": incarnation, "token": TOKEN.decode()}
+    hosts = [tuple(range(first, first + per_host)) for first in range(0, ranks, per_host)]
+    voices = (*((rank,) for rank in hosts[0][1:]), *hosts[1:])
+    about = {
+        "port": listener.address[1],
+        "voices": voices,
+        "incarnation": incarnation,
+        "token": TOKEN.decode(),
+    }
     try:
         began, cpu = time.monotonic(), time.process_time()
-        followers.say(json.dumps(about))
+        followers.say(json.dumps(about | {"token": TOKEN.decode()}))
+        head.links.voices = voices
         await head.links.wait()
         linked, linked_cpu = time.monotonic(), time.process_time()
         head.begin()
@@ -218,8 +228,10 @@ async def main(followers: Followers, replicas: int, ranks: int, steps: int) -> d
             "agreed_cpu_s": head.marks[0][1] - linked_cpu,
             "step_wall_s": statistics.median(walls),
             "step_cpu_s": statistics.median(costs),
-            "commands_per_step": orders / ranks,
+            "commands_per_step": orders,
+            "voice_step_cpu_s": seen["cpu_s"] / len(voices) / (steps + WARM_UP + 1),
             "death_told_s": told["at"] - killed["at"],
+            "death_noticed_s": head.lost_at - killed["at"],
             "death_told": told["count"],
             "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }

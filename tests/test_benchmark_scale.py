@@ -32,16 +32,21 @@ def test_a_lighthouse_tells_members_and_hosts_of_a_death_and_takes_no_other_for_
     assert result["lighthouse_core_share"] > 0 and result["statuses_per_s"] > 0
 
 
-def test_a_head_steps_and_tells_every_rank_of_a_death():
-    found = scale.head_run(3, 8, 2)
+@pytest.mark.parametrize(("per_host", "lost"), [(1, 1), (4, 4)])
+def test_a_head_steps_and_tells_every_rank_of_a_death(per_host, lost):
+    found = scale.head_run(3, 16, per_host, 2)
     assert found["commands_per_step"] == 4  # compute, exchange, publish, apply
-    assert found["death_told"] == 8 - 2  # all but rank 0 and the dead one
+    assert found["death_told"] == 16 - 1 - lost  # all but rank 0 and the lost host
     assert min(found[x] for x in ("step_cpu_s", "step_wall_s", "death_told_s", "start_s")) > 0
 
 
-def test_what_a_rank_receives_at_the_start_grows_with_the_ranks():
-    few, many = scale.gathered(10)[0], scale.gathered(1000)[0]
-    assert many == 100 * few
+def test_what_a_rank_receives_at_the_start_does_not_grow_with_the_ranks():
+    few: dict[str, int] = {}
+    many: dict[str, int] = {}
+    scale.start_figures(Size(hosts=2, ranks=8), few)
+    scale.start_figures(Size(hosts=100, ranks=8), many)
+    assert many["start_bytes_at_rank_0"] > 40 * few["start_bytes_at_rank_0"]
+    assert many["start_bytes_per_rank"] < few["start_bytes_per_rank"] + 20
 
 
 def test_a_day_counts_the_steps_and_the_deaths():

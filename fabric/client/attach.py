@@ -327,7 +327,18 @@ def _exact(
     if coarse:
         held = [x for x in held_parameters(parameters) if x.region.elements]
         parts = {xxhash.xxh3_64_hexdigest(f"{x.name} {x.region}".encode()): x.name for x in held}
-    declared = group.gather({"exchange": settings.exchange, "parts": list(parts)})
+    shared = group.ask({"exchange": settings.exchange, "parts": list(parts)}, _copies)["copies"]
+    copies = frozenset(parts[part] for part in shared)
+    if copies and len(copies) == len(parts):
+        raise ConfigError(
+            f"FABRIC_EXCHANGE is {settings.exchange}, and other ranks of this replica hold all parameters of "
+            "this rank too, so its gradients must travel exactly: leave it out, or shard the parameters"
+        )
+    return exact | copies
+
+
+def _copies(declared: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    """Let rank 0 tell each rank which of its parts other ranks have too. Raises ConfigError."""
     for rank, other in enumerate(declared):
         if other["exchange"] != declared[0]["exchange"]:
             raise ConfigError(
@@ -335,13 +346,7 @@ def _exact(
                 "rank 0: set it equally on all ranks and replicas"
             )
     holders = Counter(part for x in declared for part in x["parts"])
-    copies = frozenset(name for part, name in parts.items() if holders[part] > 1)
-    if copies and len(copies) == len(parts):
-        raise ConfigError(
-            f"FABRIC_EXCHANGE is {settings.exchange}, and other ranks of this replica hold all parameters of "
-            "this rank too, so its gradients must travel exactly: leave it out, or shard the parameters"
-        )
-    return exact | copies
+    return [{"copies": [part for part in x["parts"] if holders[part] > 1]} for x in declared]
 
 
 def _gradients(

@@ -37,11 +37,11 @@ class Greeting:
     """A dialler's description of itself; ``to``: the replica that it wants to reach, empty for any.
 
     ``kind`` is ``control`` for an ordered message link, ``data`` for a ring link of ``epoch``, ``rank`` for
-    the link of rank ``rank`` to rank 0 of its own replica, ``probe`` for a connection that ends after one
-    large message each way. Data links join equal ranks of two replicas, or two ranks of ``lane``, where
-    ``to_rank`` is the dialled rank. A data link has ``connections``, this one is number ``connection``.
-    ``collective`` is a ring link of collectives between replicas: ``lane``
-    has the number of their group, ``epoch`` the attempt. ``echo`` is a connection that is measured and ends.
+    the link of rank ``rank`` to rank ``to_rank`` of its own replica, ``probe`` for a connection that ends
+    after one large message each way. Data links join equal ranks of two replicas, or two ranks of ``lane``,
+    where ``to_rank`` is the dialled rank. A data link has ``connections``, this one is number ``connection``.
+    ``collective`` is a ring link of collectives between replicas: ``lane`` has the number of their group,
+    ``epoch`` the attempt. ``echo`` is a connection that is measured and ends.
     """
 
     job: str

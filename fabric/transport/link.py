@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from fabric.errors import ProtocolError
 
@@ -123,8 +123,8 @@ class Link:
         """Whether the peer has sent a goodbye."""
         return self._inbox.clean
 
-    def send(self, data: bytes) -> bool:
-        """Queue one message; on a closed link queue nothing and return False.
+    def send(self, *messages: bytes) -> bool:
+        """Queue messages; on a closed link queue nothing and return False.
 
         Never blocks. A peer that does not read closes the link when the queue is over its limit.
         Raises ProtocolError for an empty or oversized message, which is the caller's mistake.
@@ -132,7 +132,7 @@ class Link:
         with self._guard:
             if self._reason or self._leaving or self._outbox.failure:
                 return False
-            self._outbox.add(data)
+            self._outbox.add(messages)
             left = self._outbox.flush()
             overflowed = self._outbox.overflowed
         if overflowed:
@@ -291,8 +291,8 @@ class _Outbox:
     def overflowed(self) -> bool:
         return self.queued_bytes > self._limit_bytes
 
-    def add(self, payload: bytes) -> None:
-        self._append(frame(payload))
+    def add(self, payloads: Iterable[bytes]) -> None:
+        self._append(b"".join(map(frame, payloads)))
 
     def end(self) -> None:
         """Queue the goodbye; send nothing after it."""

@@ -365,9 +365,8 @@ class Listener:
                 f"{who} looks for {greeting.to!r} and reached {own.replica!r}: "
                 "the address was taken over, wait for the next epoch"
             )
-        own_ranks = greeting.kind == "rank" and own.rank == 0 and greeting.replica == own.replica
         wanted = greeting.rank if greeting.to_rank < 0 else greeting.to_rank
-        if wanted != own.rank and not own_ranks:
+        if wanted != own.rank or (greeting.kind == "rank" and greeting.replica != own.replica):
             raise Refused(
                 f"rank {greeting.rank} of {who} reached rank {own.rank} of {own.replica!r}: "
                 "the address was taken over, wait for the next epoch"

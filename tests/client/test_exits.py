@@ -56,7 +56,7 @@ EXITS: dict[str, tuple[str, str]] = {
         "DEVICE_FAILED FAILED RESTART",
         "integration/test_exceptions.py::test_a_failed_collective_is_no_mistake_but_a_wrong_setting_is",
     ),
-    "client/process/rank_group.py RankGroup.gather": (
+    "client/process/rank_group.py _lost_at_start": (
         "RESTART",
         "client/test_exits.py::test_a_rank_that_is_lost_at_the_start_asks_for_a_restart",
     ),
@@ -168,7 +168,7 @@ EXITS: dict[str, tuple[str, str]] = {
         "FAILED",
         "protocol/test_rank_digests.py::test_ranks_that_tell_the_digests_of_different_steps_end_the_replica",
     ),
-    "protocol/ranks.py Ranks._on_lost": (
+    "protocol/ranks.py Ranks._on_one": (
         "RESTART",
         "protocol/test_rank_orders.py::test_a_lost_rank_ends_the_replica_and_rank_0_last",
     ),
@@ -260,16 +260,16 @@ def test_a_defect_asks_for_a_restart(monkeypatch, capsys):
 
 
 def test_a_rank_that_is_lost_at_the_start_asks_for_a_restart(monkeypatch, capsys):
-    def lost(*_: object) -> None:
+    def lost(*_: object, **__: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(dist, "all_gather", lost)
-    group = SimpleNamespace(size=2)
-    with pytest.raises(SystemExit) as left:
-        RankGroup.gather(group, {"a": 1})
-    assert left.value.code == RESTART
-    assert "a rank of this replica was lost at the start" in capsys.readouterr().err
+    monkeypatch.setattr(dist, "all_reduce", lost)
+    for way in (lambda group: group.gather({"a": 1}), lambda group: group.ask({"a": 1}, lambda rows: rows)):
+        with pytest.raises(SystemExit) as left:
+            way(RankGroup(0, 2))
+        assert left.value.code == RESTART
+        assert "a rank of this replica was lost at the start" in capsys.readouterr().err
 
 
 def test_a_loop_that_ends_before_the_job_asks_for_a_person():

@@ -23,13 +23,13 @@ def test_a_communicator_of_nccl_is_refused():
 
 
 class _Ranks:
-    """The ranks of a replica, of which the others have said ``others``."""
+    """Rank 0 of a replica whose other ranks have said ``others``."""
 
     def __init__(self, *others: dict) -> None:
         self.others = others
 
-    def gather(self, value: dict) -> list[dict]:
-        return [value, *self.others]
+    def ask(self, value: dict, answer) -> dict:
+        return answer([value, *self.others])[0]
 
 
 PAIR = [("shared", torch.nn.Parameter(torch.empty(2))), ("own", torch.nn.Parameter(torch.empty(3)))]
@@ -43,7 +43,7 @@ def exact_of(exchange: str, *others: dict) -> set[str]:
 
 def parts_of(*parameters: tuple[str, torch.nn.Parameter]) -> list[str]:
     told: list[dict] = []
-    group = SimpleNamespace(gather=lambda value: told.append(value) or [value])
+    group = SimpleNamespace(ask=lambda value, _: told.append(value) or {"copies": []})
     _exact(SimpleNamespace(exchange="int8"), SimpleNamespace(group=group), list(parameters), [])
     return told[0]["parts"]
 

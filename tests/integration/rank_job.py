@@ -22,6 +22,7 @@ class RankJob(Job):
     sizes: dict[str, int] = field(default_factory=dict)  # replica -> its number of ranks, where it differs
     layouts: dict[str, str] = field(default_factory=dict)  # replica -> its own value of ``SHARDED``
     groups: dict[str, list[str]] = field(default_factory=dict)
+    per_host: int = 0  # so many ranks have one folder, as on one host; 0: all ranks of a replica
 
     def start(self, replica: str, points: str = "", rank: int = 0, **more: str) -> int:
         """Start all ranks of a replica; one of them gets the failpoints ``points``."""
@@ -33,6 +34,8 @@ class RankJob(Job):
             self.pids.pop(name, None)
         self.groups[replica] = [f"{replica}.{k}" for k in range(ranks)]
         for k, name in enumerate(self.groups[replica]):
+            if self.per_host:
+                more["FABRIC_RUN_DIR"] = str(self.folder / "run" / f"{replica}-{k // self.per_host}")
             environment = self.trainer_environment(
                 replica,
                 SHARDED_RANK=str(k),

@@ -38,7 +38,8 @@ class Hosts:
             "OMP_NUM_THREADS": "1",
             **more,
         }
-        program = ["launch", "--nodes", "2", "--ranks", "1", *options, str(HERE / self.job.trainer)]
+        ranks = str(self.job.ranks // 2)
+        program = ["launch", "--nodes", "2", "--ranks", ranks, *options, str(HERE / self.job.trainer)]
         inside = ["ip", "netns", "exec", self.cable.names[side], sys.executable, "-m", "fabric.cli.main"]
         with (self.job.folder / f"{host}.log").open("ab") as log:
             self.job.launchers[host] = subprocess.Popen(
@@ -133,6 +134,37 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
             source = servers["r0", 1].partition("#")[0] if lost == "host" else "own memory"
             assert list(joins[1][-1]["sources"]) == [source], joins
             job.check_lanes(12)
+
+
+@pytest.mark.parametrize("lost", ["voice", "host"])
+def test_the_voice_of_a_host_is_lost_and_all_ranks_start_again(zygote, tmp_path, lost):
+    """Each host of r1 has two ranks; rank 2 speaks for rank 3. A spare host takes the place of a lost one."""
+    environment = {"TINY_STEPS": "40", "TINY_PATIENT_STEPS": "30", "FABRIC_REPLICAS": "2"}
+    with Cable() as cable:
+        inside = ("ip", "netns", "exec", cable.names[0])
+        with LaunchedJob(
+            zygote, tmp_path, 2, ranks=4, environment=environment, bind=ADDRESSES[0], inside=inside
+        ) as job:
+            hosts = Hosts(job, cable)
+            job.environment |= {"TEST_NETNS": cable.names[0], "FABRIC_BIND": ADDRESSES[0]}
+            job.start_beside("r0")
+            job.groups["r1"] = [f"r1.{rank}" for rank in range(4)]
+            hosts.start("host-0", 0, "--node", "0", SHARDED="fsdp")
+            hosts.start("host-1", 1, "--node", "1", SHARDED="fsdp")
+            if lost == "host":
+                hosts.start("host-2", 1, "--spare-node", SHARDED="fsdp")
+            job.wait_for(lambda: any(e["step"] >= 6 for e in job.events("r1", "commit")), "step 6 of r1")
+            if lost == "voice":
+                os.kill(job.pid("r1", 2), signal.SIGKILL)
+            else:
+                hosts.lose("host-1")
+            ends = {"host-0": 0, "host-1": 0} if lost == "voice" else {"host-0": 0, "host-1": -9, "host-2": 0}
+            assert job.end_codes() == {f"r0.{rank}": 0 for rank in range(4)} | ends, job.logs()
+            for rank in (0, 1):
+                (stop,) = job.rank_events("r1", rank, "stop")
+                assert "rank 2 of this replica is lost" in stop["reason"], stop
+            assert any(e["contributed"] and e["step"] > 12 for e in job.events("r1", "commit")), job.logs()
+            job.check_lanes(40)
 
 
 def holders(job: LaunchedJob, cable: Cable) -> dict[tuple[str, int], str]:

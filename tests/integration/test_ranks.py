@@ -102,14 +102,40 @@ def test_sharded_gradients_end_with_equal_bits_with_and_without_overlap(
 
 
 @pytest.mark.parametrize(
+    ("point", "victim"),
+    first_here(
+        "protocol/test_host_voice.py", [("ring@6=kill", 2), ("forward@6=kill", 3), ("ring@6=kill", 0)]
+    ),
+)
+def test_a_rank_of_another_host_is_killed_also_the_voice_of_its_host(zygote, tmp_path, point, victim):
+    """Two hosts of two ranks: rank 2 speaks for rank 3."""
+    environment = {"SHARDED": "fsdp2", "TINY_STEPS": str(STEPS), "TINY_PATIENT_STEPS": "28"}
+    with RankJob(zygote, tmp_path, 2, ranks=4, environment=environment, per_host=2) as job:
+        job.start("r0")
+        job.start("r1", point, rank=victim)
+        job.finish(deadline_s=120)
+        assert set(job.codes.values()) == {0}, job.logs()
+        assert job.starts == {"r0": 1, "r1": 2}, job.logs()
+        for rank in {0, 1, 2, 3} - {victim}:
+            (stop,) = job.rank_events("r1", rank, "stop")
+            assert stop["code"] == 75
+            assert stop["reason"].startswith(f"rank {victim} of this replica is lost ("), (rank, stop)
+        job.check_lanes(STEPS)
+
+
+@pytest.mark.parametrize(
     ("way", "ranks", "raises"),
-    first_here("protocol/test_rank_orders.py", [("fsdp2", 2, 1), ("pipeline", 2, 0)]),
+    first_here(
+        "protocol/test_rank_orders.py",
+        [("fsdp2", 2, 1), ("pipeline", 2, 0), ("fsdp2", 4, 2), ("fsdp2", 4, 3)],
+    ),
 )
 def test_an_exception_at_one_rank_fails_the_job(zygote, tmp_path, way, ranks, raises):
     """The other rank of its replica is stuck in a collective with it, and a rank of the other replica in user
-    code that does not end; all ranks of all replicas are told."""
+    code that does not end; all ranks of all replicas are told. Four ranks are on two hosts."""
     environment = {"SHARDED": way, "TINY_STEPS": str(STEPS)}
-    with RankJob(zygote, tmp_path, replicas=2, ranks=ranks, environment=environment) as job:
+    per_host = 2 if ranks == 4 else 0
+    with RankJob(zygote, tmp_path, 2, ranks=ranks, environment=environment, per_host=per_host) as job:
         job.start("r0", f"forward@5=wait:{job.folder / 'never'}", rank=1)
         job.start("r1", SHARDED_RAISES=f"{raises}@5")
         job.finish(restart=False, deadline_s=120)

@@ -15,7 +15,7 @@ from fabric.protocol.member.ending import Ending
 from fabric.protocol.member.links import LinkWatch
 from fabric.protocol.member.membership import Membership
 from fabric.protocol.member.session import LighthouseSession
-from fabric.protocol.ranks import FollowerRank, Ranks
+from fabric.protocol.ranks import FollowerRank, HostVoice, Ranks
 from fabric.protocol.rules import decide, shares
 from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
 
@@ -402,7 +402,7 @@ RULES = (
     Mutant(
         "the outcome of an earlier gradient counts",
         Ranks._on_gradient,
-        "outcome.number != fetching.number",
+        "number != fetching.number",
         "False",
         "protocol/test_rank_orders.py::test_a_gradient_that_one_rank_cannot_get_is_wanted_by_none",
     ),
@@ -410,7 +410,7 @@ RULES = (
         "a fetch fails before every rank has ended it",
         Ranks._on_state,
         "len(fetching.ended) < self.size",
-        "len(fetching.ended) < self.size and not isinstance(outcome.event, io.FetchFailed)",
+        "len(fetching.ended) < self.size and not isinstance(events[0], io.FetchFailed)",
         "protocol/test_rank_orders.py::test_a_fetch_that_fails_at_one_rank_fails_when_all_have_ended",
     ),
     Mutant(
@@ -423,8 +423,8 @@ RULES = (
     Mutant(
         "rank 0 obeys before the other ranks",
         Ranks._send,
-        "reversed(range(self.size))",
-        "range(self.size)",
+        "self._effects.append(ToSelf(",
+        "self._effects.insert(-1, ToSelf(",
         "protocol/test_rank_orders.py::test_a_lost_rank_ends_the_replica_and_rank_0_last",
     ),
     Mutant(
@@ -447,6 +447,41 @@ RULES = (
         ' or getattr(event, "step", 0) != getattr(first, "step", 0)',
         "",
         "protocol/test_rank_digests.py::test_ranks_that_tell_the_digests_of_different_steps_end_the_replica",
+    ),
+    Mutant(
+        "a voice speaks before all of its ranks have answered",
+        HostVoice.take,
+        "len(answered) < len(self.ranks) and",
+        "len(answered) < len(self.ranks) - 1 and",
+        "protocol/test_host_voice.py::test_a_host_speaks_once_when_all_of_its_ranks_have_answered",
+    ),
+    Mutant(
+        "a voice waits for a second answer to one question",
+        HostVoice.take,
+        "is_first and",
+        "",
+        "protocol/test_host_voice.py::test_a_rank_that_links_again_is_not_kept_waiting",
+    ),
+    Mutant(
+        "a voice lets what one rank alone says overtake",
+        HostVoice.take,
+        "self._waiting.append((rank, outcome))",
+        "self._waiting.insert(0, (rank, outcome))",
+        "protocol/test_host_voice.py::test_what_one_rank_alone_says_goes_at_once_and_after_what_it_said_before",
+    ),
+    Mutant(
+        "a rank has the digest of another round",
+        FollowerRank.obey,
+        'prepared.gradient_digest or self._digests.get((prepared.epoch, prepared.step), "")',
+        'prepared.gradient_digest or next(iter(self._digests.values()), "")',
+        "protocol/test_host_voice.py::test_a_rank_knows_the_digest_of_its_own_part",
+    ),
+    Mutant(
+        "two commands of one event are two messages",
+        Ranks._send,
+        "and not own and not before.own",
+        "and False",
+        "protocol/test_rank_orders.py::test_commands_that_follow_each_other_are_one_message",
     ),
     # the leader's facts
     Mutant(

@@ -7,7 +7,7 @@ from fabric.model import SnapshotRef
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages.rank_messages import replica_digest
-from fabric.protocol.ranks import ToRank
+from fabric.protocol.ranks import ToSelf
 
 
 def newcomer_of_two_ranks():
@@ -22,7 +22,7 @@ def fetching(replica):
     """Feed the state sources; return the number of the command to fetch."""
     fence = replica.core.member.epochs.newest.fence
     replica.do(io.FromLeader(m.StateSources(fence, SnapshotRef(1, 50, "s50"), ("http://b",))))
-    numbers = {e.command.number for e in replica.effects if isinstance(e, ToRank)}
+    numbers = {e.command.number for e in replica.effects if isinstance(e, ToSelf)}
     assert len(replica.orders(io.FetchState)) == 2 and len(numbers) == 1
     return numbers.pop()
 

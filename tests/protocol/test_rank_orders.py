@@ -14,7 +14,7 @@ from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberSta
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import rank_messages as ro
-from fabric.protocol.ranks import EndReplica, FollowerRank, FromRank, RankLost, Ranks, ToRank
+from fabric.protocol.ranks import EndReplica, FollowerRank, Ranks, ToOthers, ToSelf
 from fabric.protocol.rules.assignment import assign
 
 M = 4
@@ -42,15 +42,29 @@ class Replica:
         return self.effects
 
     def rank(self, rank, event, number=0):
-        return self.do(FromRank(rank, ro.RankOutcome(event, number)))
+        return self.do(ro.FromRank(rank, ro.RankOutcome(event, number)))
 
     def both(self, event):
         self.rank(0, event)
         return self.rank(1, event)
 
+    @property
+    def told(self):
+        """The commands in their order, as rank and effect; a follower knows the digest of its part."""
+        for effect in self.effects:
+            if isinstance(effect, ToSelf):
+                yield 0, effect.command.effect
+            for rank in reversed(range(1, self.core.size)) if isinstance(effect, ToOthers) else ():
+                follower = FollowerRank(rank)
+                for key, results in self.core._reduced.items():
+                    if rank in results:
+                        follower.tell(io.Exchanged(*key, results[rank].gradient_digest))
+                own = (effect.own[rank],) if effect.own else ()
+                for command in effect.commands:
+                    yield rank, follower.obey(ro.decode_command(ro.HostCommands(command).of(own)))
+
     def orders(self, kind, rank=None):
-        found = [e for e in self.effects if isinstance(e, ToRank) and isinstance(e.command.effect, kind)]
-        return [e.command.effect for e in found if rank in (None, e.rank)]
+        return [effect for at, effect in self.told if isinstance(effect, kind) and rank in (None, at)]
 
     def said(self, kind):
         sends = (io.SendPeer, io.SendLeader)
@@ -251,23 +265,36 @@ def test_an_exchange_that_fails_at_one_rank_aborts_at_all():
     assert not replica.said(m.CommitVote)
 
 
+def test_commands_that_follow_each_other_are_one_message():
+    replica = exchanging()
+    other = assign(range(M), FIRST.roster)["b"]
+    replica.do(io.FromPeer("b", 1, m.Contribution(FIRST.fence, 0, 2.0, other)))
+    replica.both(io.Exchanged(1, 0, "g"))
+    (vote,) = replica.said(m.CommitVote)
+    replica.do(io.FromPeer("b", 1, vote))
+    (told,) = [x for x in replica.effects if isinstance(x, ToOthers)]
+    assert [type(x.effect) for x in told.commands] == [io.Publish, io.Apply]
+    own = [x.command for x in replica.effects if isinstance(x, ToSelf)]
+    assert [x.number for x in own] == [x.number for x in told.commands]
+    assert replica.effects.index(told) < min(map(replica.effects.index, map(ToSelf, own)))
+
+
 def test_a_lost_rank_ends_the_replica_and_rank_0_last():
     replica = exchanging()
-    replica.do(RankLost(1, "end of file"))
-    stops = [e for e in replica.effects if isinstance(e, ToRank)]
-    assert [e.rank for e in stops] == [1, 0]
-    assert {e.command.effect.code for e in stops} == {75}
-    assert "rank 1 of this replica is lost" in stops[0].command.effect.reason
+    replica.rank(1, ro.RankLost(1, "end of file"))
+    assert [rank for rank, _ in replica.told] == [1, 0]
+    assert {stop.code for _, stop in replica.told} == {75}
+    assert "rank 1 of this replica is lost" in replica.orders(io.Stop)[0].reason
     assert replica.core.lost and replica.core.over and replica.core.next_deadline() is None
     assert replica.both(io.Exchanged(1, 0, "g")) == []
-    assert replica.do(RankLost(0, "too")) == []
+    assert replica.rank(0, ro.RankLost(0, "too")) == []
 
 
 def test_a_rank_that_goes_after_the_end_is_not_lost():
     replica = exchanging()
     replica.do(io.FromLeader(m.Complete(FIRST.fence, 0)))
     assert len(replica.orders(io.Finish)) == 2
-    assert replica.do(RankLost(1, "closed")) == [] and not replica.core.lost
+    assert replica.rank(1, ro.RankLost(1, "closed")) == [] and not replica.core.lost
 
 
 def test_a_lighthouse_that_refuses_the_replica_stops_every_rank():
@@ -306,7 +333,7 @@ def behind():
 
 
 def number(replica):
-    return next(e.command.number for e in replica.effects if isinstance(e, ToRank))
+    return next(e.command.number for e in replica.effects if isinstance(e, ToSelf))
 
 
 def test_each_rank_fetches_its_part_from_servers_of_that_rank():
@@ -532,6 +559,7 @@ EVENTS = [
     io.Snapshotted(1, "d", 2),
     ro.SnapshotNamed(1, 2, True),
     ro.SnapshotDue(1),
+    ro.RankLost(5, "why"),
 ]
 
 
@@ -543,7 +571,7 @@ def test_these_tests_cover_every_rank_command_and_outcome():
 @pytest.mark.parametrize("effect", EFFECTS, ids=lambda e: type(e).__name__)
 def test_rank_commands_are_decoded_as_they_were_sent(effect):
     order = ro.RankCommand(3, 2, effect)
-    assert ro.decode_command(ro.encode_command(order)) == order
+    assert ro.decode_command(ro.HostCommands(order).of()) == order
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
@@ -578,7 +606,7 @@ def test_the_rank_of_a_server_is_in_its_url():
 
 def test_a_replica_with_fewer_ranks_is_named():
     with pytest.raises(ProtocolError, match="b has 1 ranks and no rank 1"):
-        ro.seen_by_rank(record_of("a b", epoch=1, a={"ranks": addresses("a")}), 1)
+        ro.addresses_by_rank(record_of("a b", epoch=1, a={"ranks": addresses("a")}), 2)
 
 
 # --- replicas of unequal layouts ---------------------------------------------------------------------------
@@ -630,8 +658,8 @@ def test_of_unequal_layouts_every_rank_looks_for_its_part_at_all_members():
     replica = Unequal()
     replica.do(io.FromLeader(m.Epoch(FIRST)))
     state = io.FetchState(SnapshotRef(1, 4, content(1)), ("http://b", "http://b/1#1"))
-    assert replica.core._part(state, 1) == replace(state, lanes=state.urls)
+    assert replica.core._of_any_layout(state) == replace(state, lanes=state.urls)
     gradient = io.FetchGradient(1, 4, ("http://b",))
-    assert replica.core._part(gradient, 1) == replace(gradient, members=(FIRST.member("b"),))
-    order = ro.RankCommand(7, 1, replica.core._part(gradient, 1))
-    assert ro.decode_command(ro.encode_command(order)) == order
+    assert replica.core._of_any_layout(gradient) == replace(gradient, members=(FIRST.member("b"),))
+    order = ro.RankCommand(7, 1, replica.core._of_any_layout(gradient))
+    assert ro.decode_command(ro.HostCommands(order).of()) == order

@@ -11,7 +11,7 @@ from sim.server import FLIPPED
 from fabric.model import EVERYTHING, Member, Record, Sharing
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages.rank_messages import seen_by_rank
+from fabric.protocol.messages.rank_messages import addresses_by_rank, with_own
 from fabric.protocol.messages.roster_delta import for_members
 from fabric.protocol.rules.assignment import readers_of, waits_for_data
 
@@ -281,7 +281,10 @@ class Checks:
         """Check that a member's epoch equals the store's record, whichever message brought it."""
         committed = [for_members(r) for r in self.records]
         if self.rank and self.has_equal_layouts:
-            committed = [seen_by_rank(r, self.rank) for r in committed]
+            committed = [
+                with_own(io.Switch(r), addresses_by_rank(r, self.rank + 1)[self.rank]).record
+                for r in committed
+            ]
         if for_members(record) not in committed:
             raise Violation(f"{trainer.name} believes in a roster {record.names} that nobody committed")
         self.told[trainer.name, record.epoch] = record

@@ -1,6 +1,6 @@
 """Deliberate bugs in the ranks of a replica; the worlds of ``ranks`` must notice each bug."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,49 +8,44 @@ import pytest
 
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import rank_messages as ro
-from fabric.protocol.ranks import RankLost, Ranks
+from fabric.protocol.ranks import HostVoice, Ranks
 
 Patch = pytest.MonkeyPatch
 
 
 def a_commit_decided_per_lane(patch: Patch) -> None:
     """Bug: rank 0 commits when its own lane is reduced, even if other lanes are not."""
-    exchanged, part = Ranks._on_exchanged, Ranks._part
+    exchanged = Ranks._on_exchanged
 
-    def on_exchanged(ranks: Ranks, rank: int, event: io.Exchanged, now: float) -> None:
-        exchanged(ranks, rank, event, now)
-        known = ranks._reduced[event.epoch, event.step]
-        if rank == 0 and len(known) < ranks.size:
-            ranks._record_event(event, now)
-
-    def of_rank(ranks: Ranks, effect: Any, rank: int) -> Any:
-        if isinstance(effect, io.Publish | io.Apply) and effect.prepared is not None:
-            known = ranks._reduced.get((effect.prepared.epoch, effect.prepared.step), {})
-            digest = known[rank].gradient_digest if rank in known else ""
-            return replace(effect, prepared=replace(effect.prepared, gradient_digest=digest))
-        return part(ranks, effect, rank)
+    def on_exchanged(ranks: Ranks, who: Any, events: Any, now: float) -> None:
+        exchanged(ranks, who, events, now)
+        known = ranks._reduced[events[0].epoch, events[0].step]
+        if who[0] == 0 and len(known) < ranks.size:
+            ranks._record_event(events[0], now)
 
     patch.setattr(Ranks, "_on_exchanged", on_exchanged)
-    patch.setattr(Ranks, "_part", of_rank)
 
 
 def go_on_without_a_lost_rank(patch: Patch) -> None:
-    def lost(ranks: Ranks, event: RankLost) -> None:
-        """Nothing."""
+    on_one = Ranks._on_one
 
-    patch.setattr(Ranks, "_on_lost", lost)
+    def forgetful(ranks: Ranks, rank: int, event: ro.RankEvent, now: float) -> None:
+        if not isinstance(event, ro.RankLost):
+            on_one(ranks, rank, event, now)
+
+    patch.setattr(Ranks, "_on_one", forgetful)
 
 
 def compute_is_over_when_rank_0_is_done(patch: Patch) -> None:
     on_main = Ranks._on_main
 
-    def impatient(ranks: Ranks, rank: int, event: ro.RankEvent, now: float) -> None:
-        said = event if rank == 0 else ranks._main.get(0)
+    def impatient(ranks: Ranks, who: Any, events: Any, now: float) -> None:
+        said = events[0] if who[0] == 0 else ranks._main.get(0)
         if isinstance(said, io.Computed):
             for other in range(ranks.size):
-                if other != rank:
+                if other not in who:
                     ranks._main.setdefault(other, said)
-        on_main(ranks, rank, event, now)
+        on_main(ranks, who, events, now)
 
     patch.setattr(Ranks, "_on_main", impatient)
 
@@ -58,18 +53,18 @@ def compute_is_over_when_rank_0_is_done(patch: Patch) -> None:
 def install_when_rank_0_has_its_part(patch: Patch) -> None:
     on_state = Ranks._on_state
 
-    def hasty(ranks: Ranks, rank: int, outcome: ro.RankOutcome, now: float) -> None:
-        if rank == 0 and outcome.number == ranks._fetching.number:
+    def hasty(ranks: Ranks, who: Any, events: Any, number: int, now: float) -> None:
+        if who[0] == 0 and number == ranks._fetching.number:
             for other in range(1, ranks.size):
-                ranks._fetching.ended[other] = outcome.event
-        on_state(ranks, rank, outcome, now)
+                ranks._fetching.ended[other] = events[0]
+        on_state(ranks, who, events, number, now)
 
     patch.setattr(Ranks, "_on_state", hasty)
 
 
 def the_exchange_begins_with_the_first_rank(patch: Patch) -> None:
-    def hasty(ranks: Ranks, rank: int, event: io.Streaming, now: float) -> None:
-        ranks._record_event(event, now)
+    def hasty(ranks: Ranks, _: object, events: Sequence[io.Streaming], now: float) -> None:
+        ranks._record_event(events[0], now)
 
     patch.setattr(Ranks, "_on_streaming", hasty)
 
@@ -85,6 +80,37 @@ def the_word_of_a_rank_outlives_its_order(patch: Patch) -> None:
     patch.setattr(Ranks, "_on_computed", remembering)
 
 
+def a_voice_answers_for_a_rank_that_has_not(patch: Patch) -> None:
+    take = HostVoice.take
+
+    def hasty(voice: HostVoice, rank: int, outcome: ro.RankOutcome) -> Any:
+        said = take(voice, rank, outcome)
+        if isinstance(outcome.event, io.Exchanged) and not said:
+            voice._waiting.clear()
+            return [ro.FromHost(voice.ranks, (outcome.event,) * len(voice.ranks), outcome.number)]
+        return said
+
+    patch.setattr(HostVoice, "take", hasty)
+
+
+def a_voice_keeps_the_loss_of_a_rank_to_itself(patch: Patch) -> None:
+    take = HostVoice.take
+
+    def silent(voice: HostVoice, rank: int, outcome: ro.RankOutcome) -> Any:
+        return [] if isinstance(outcome.event, ro.RankLost) else take(voice, rank, outcome)
+
+    patch.setattr(HostVoice, "take", silent)
+
+
+def what_one_rank_says_counts_for_its_host(patch: Patch) -> None:
+    sum_up = HostVoice._sum_up
+
+    def equal(voice: HostVoice) -> Any:
+        return [replace(x, events=(x.events[0],) * len(x.events)) for x in sum_up(voice)]
+
+    patch.setattr(HostVoice, "_sum_up", equal)
+
+
 MUTATIONS: dict[str, Callable[[Patch], None]] = {
     mutation.__name__: mutation
     for mutation in (
@@ -94,5 +120,8 @@ MUTATIONS: dict[str, Callable[[Patch], None]] = {
         install_when_rank_0_has_its_part,
         the_exchange_begins_with_the_first_rank,
         the_word_of_a_rank_outlives_its_order,
+        a_voice_answers_for_a_rank_that_has_not,
+        a_voice_keeps_the_loss_of_a_rank_to_itself,
+        what_one_rank_says_counts_for_its_host,
     )
 }

@@ -2,8 +2,8 @@
 
 Every rank is a process with a main thread, a data plane, fetches and a checkpoint server of its own; what it
 sees of the job is its ``Lane``: the same rank of the other replicas, and checks that are its own. Commands
-and outcomes travel as bytes of the real codec. The faults kill and stop ranks, and cut them off from each
-other.
+and outcomes travel as bytes of the real codec. Replicas of more than two ranks have two hosts: the first rank
+of the second host speaks for it. The faults kill and stop ranks and hosts, and cut them off from each other.
 """
 
 from collections import Counter
@@ -24,17 +24,27 @@ from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberState
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import rank_messages as ro
-from fabric.protocol.ranks import FollowerRank, FromRank, RankLost, Ranks, ToRank
+from fabric.protocol.ranks import FollowerRank, HostVoice, Ranks, ToOthers, ToSelf
 
 _OUTCOMES = get_args(ro.RankEvent)
 _FETCHED = (io.StateFetched, io.FetchFailed, io.GradientFetched, io.GradientGone)
-RANK_FAULTS = ("kill rank", "kill rank", "pause rank", "reset rank link", "kill rank server")
+RANK_FAULTS = (
+    "kill rank",
+    "kill rank",
+    "pause rank",
+    "reset rank link",
+    "kill rank server",
+    "kill rank host",
+)
 # A fault of a rank comes at a random time, or at one of these events of a replica.
 RANK_TRIGGERS = ("commit vote", "resume", "install", "fetch", "abort")
 REQUIRED = (
     *sorted({f"fault: {kind}" for kind in RANK_FAULTS}),
     "path: a rank lost ends its replica",
     "path: rank 0 lost ends the others",
+    "path: a voice lost ends its host's ranks",
+    "path: a voice reports a lost rank",
+    "path: a host speaks once",
     "path: one lane fails first",
     "path: a part of a snapshot is missing",
     "path: a snapshot of all ranks",
@@ -49,6 +59,11 @@ REQUIRED = (
     "path: eviction for a rank",
     "finish",
 )
+
+
+def hosts_of(ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The hosts of a replica of so many ranks."""
+    return ((0,), (1,)) if ranks == 2 else (tuple(range(ranks - 2)), (ranks - 2, ranks - 1))
 
 
 class Lane:
@@ -100,6 +115,8 @@ class Lane:
     def exited(self, trainer: Trainer, code: int, reason: str) -> None:
         if "rank 0 of this replica is lost" in reason:
             self.clockwork.counts["path: rank 0 lost ends the others"] += 1
+        elif "of this replica is lost" in reason and trainer.core.follower.speaker:
+            self.clockwork.counts["path: a voice lost ends its host's ranks"] += 1
         self.end(trainer)
 
     def end(self, trainer: Trainer) -> None:
@@ -189,7 +206,7 @@ class Heading(Trainer):
 
     def __init__(self, clockwork: Any, world: "RankWorld", *rest: Any) -> None:
         super().__init__(clockwork, world, *rest)
-        self.rank_links: dict[int, tuple[Connection, int]] = {}
+        self.rank_links: dict[tuple[int, ...], Connection] = {}  # the ranks that a link speaks for
         self.number = 0
         member = self.core
         self.core = _Core(member, tuple(range(world.ranks)))
@@ -205,35 +222,49 @@ class Heading(Trainer):
         identity, config = replace(member.context.identity, ranks=ranks), member.context.config
         state = MemberState(0, 0, ro.replica_digest(digests))
         self.core = _Core(MemberCore(identity, config, self.clock(), state, snapshots), self.core.groups)
-        for x in followers:
-            self._link(x)
+        self.link_ranks(followers)
 
-    def _link(self, follower: "Following") -> None:
-        rank = follower.rank
+    def link_ranks(self, followers: "list[Following]") -> None:
+        """Link each host's first rank to this one, and the other ranks of a host to its first one."""
+        for ranks in hosts_of(len(followers) + 1):
+            first, *others = ranks
+            if first:
+                self._link(followers[first - 1], ranks)
+                followers[first - 1].speak_for(ranks, [followers[rank - 1] for rank in others])
+            else:
+                for rank in others:
+                    self._link(followers[rank - 1], (rank,))
+
+    def _link(self, follower: "Following", ranks: tuple[int, ...]) -> None:
+        rank, counts = follower.rank, self.clockwork.counts
 
         def heard(data: object) -> None:
-            outcome = ro.decode_outcome(data)  # type: ignore[arg-type]
-            if isinstance(outcome.event, io.ExchangeFailed):
-                self.clockwork.counts["path: one lane fails first"] += self.core.rounds.round is not None
-            self.feed(FromRank(rank, outcome))
+            said = ro.decode_outcomes(data, ranks)  # type: ignore[arg-type]
+            events = said.events if isinstance(said, ro.FromHost) else (said.outcome.event,)
+            if isinstance(events[0], io.ExchangeFailed):
+                counts["path: one lane fails first"] += self.core.rounds.round is not None
+            counts["path: a host speaks once"] += len(events) > 1
+            counts["path: a voice reports a lost rank"] += isinstance(events[0], ro.RankLost)
+            self.feed(said)
 
-        near = End(self, self.host, heard, lambda why: self.feed(RankLost(rank, why)))
+        near = End(self, self.host, heard, lambda why: self.feed(ro.RankLost(rank, why)))
         far = End(follower, follower.host, follower.hear, follower.miss)
-        connection = Connection(self.world.network, near, far)
-        self.rank_links[rank] = (connection, 0)
+        self.rank_links[ranks] = connection = Connection(self.world.network, near, far)
         follower.link = (connection, 1)
 
     def feed(self, event: Any) -> None:
         if isinstance(event, _OUTCOMES):
-            event = FromRank(0, ro.RankOutcome(event, self.number if isinstance(event, _FETCHED) else 0))
+            event = ro.FromRank(0, ro.RankOutcome(event, self.number if isinstance(event, _FETCHED) else 0))
         super().feed(event)
 
     def _perform(self, effect: Any) -> None:
-        if not isinstance(effect, ToRank):
+        if isinstance(effect, ToOthers):
+            for command in effect.commands:
+                message = ro.HostCommands(command)
+                for ranks, connection in self.rank_links.items():
+                    connection.send(0, message.of(tuple(effect.own[rank] for rank in ranks if effect.own)))
+        elif not isinstance(effect, ToSelf):
             super()._perform(effect)
-        elif effect.rank:
-            connection, side = self.rank_links[effect.rank]
-            connection.send(side, ro.encode_command(effect.command))
         elif isinstance(effect.command.effect, io.Stop) and self.core.lost:
             self.exit(effect.command.effect.code, effect.command.effect.reason)
         else:
@@ -272,6 +303,8 @@ class Following(Trainer):
         self.name += f"/{lane.rank}"
         self.core = _Obeying(lane.rank, lane.settings.member)  # type: ignore[assignment]
         self.link: tuple[Connection, int] | None = None
+        self.voice: HostVoice | None = None  # of the first of several ranks of a host
+        self.host_links: dict[int, Connection] = {}  # to the other ranks that this one speaks for
         self.number = 0
         self.links.up = Always()
         self._performers[ro.NameSnapshot] = self.main.name
@@ -291,11 +324,44 @@ class Following(Trainer):
         assert self.link is not None
         if self.clockwork.tracing:
             self.clockwork.trace(self.name, f"< {event}")
-        number = self.number if isinstance(event, _FETCHED) else 0
-        self.link[0].send(self.link[1], ro.encode_outcome(ro.RankOutcome(event, number)))
+        self.core.follower.tell(event)
+        outcome = ro.RankOutcome(event, self.number if isinstance(event, _FETCHED) else 0)
+        if self.voice is None:
+            self.link[0].send(self.link[1], ro.encode_outcome(outcome))
+        else:
+            self._say(self.rank, outcome)
+
+    def speak_for(self, ranks: tuple[int, ...], others: "list[Following]") -> None:
+        """Be the voice of ``ranks``: this one, and ``others`` on its host."""
+        self.voice = HostVoice(ranks, ranks[-1] + 1) if others else None
+        for other in others:
+            self._link(other)
+
+    def _link(self, other: "Following") -> None:
+        def heard(data: object) -> None:
+            said = ro.decode_outcomes(data, (other.rank,))  # type: ignore[arg-type]
+            assert isinstance(said, ro.FromRank)
+            self._say(other.rank, said.outcome)
+
+        def lost(why: str) -> None:
+            if not self.core.follower.over:
+                self._say(other.rank, ro.RankOutcome(ro.RankLost(other.rank, why)))
+
+        near = End(self, self.host, heard, lost)
+        far = End(other, other.host, other.hear, other.miss)
+        self.host_links[other.rank] = connection = Connection(self.world.network, near, far)
+        other.link, other.core.follower.speaker = (connection, 1), self.rank
+
+    def _say(self, rank: int, outcome: ro.RankOutcome) -> None:
+        assert self.voice is not None and self.link is not None
+        for said in self.voice.take(rank, outcome):
+            self.link[0].send(self.link[1], ro.encode_outcomes(said))
 
     def hear(self, data: object) -> None:
-        order = ro.decode_command(data)  # type: ignore[arg-type]
+        own, *others = ro.commands_by_rank(data, 1 + len(self.host_links))  # type: ignore[arg-type]
+        for connection, part in zip(self.host_links.values(), others, strict=True):
+            connection.send(0, part)
+        order = ro.decode_command(own)
         effect = self.core.follower.obey(order)
         if isinstance(effect, io.FetchState | io.FetchGradient):
             self.number = order.number
@@ -305,11 +371,14 @@ class Following(Trainer):
     def miss(self, why: str) -> None:
         stop = self.core.follower.lost(why)
         if stop is not None:
+            for connection in self.host_links.values():
+                order = ro.RankCommand(0, self.core.follower.generation, stop)
+                connection.send(0, ro.HostCommands(order).of())
             self.exit(stop.code, stop.reason)
 
 
 class RankWorld(World):
-    """Replicas of two or three ranks."""
+    """Replicas of two to four ranks."""
 
     trainer_class = Heading
     follower_class = Following
@@ -321,7 +390,7 @@ class RankWorld(World):
         self.waiting_faults: list[tuple[str, str]] = []
         super().__init__(seed, tracing, faultless, aims)
         clockwork = self.clockwork
-        self.ranks = clockwork.random.choice((2, 2, 3))
+        self.ranks = clockwork.random.choice((2, 3, 4))
         # (rank, snapshot of the replica) -> digest of the rank's part
         self.parts: dict[tuple[int, SnapshotRef], str] = {}
         self.lanes = [Lane(self, rank) for rank in range(1, self.ranks)]
@@ -354,8 +423,8 @@ class RankWorld(World):
             followers.append(follower)
         head.join_up(followers)
 
-    def lanes_of(self, head: Heading) -> list[Lane]:
-        """The lanes of the other ranks of this replica."""
+    def lanes_of(self, trainer: Trainer) -> list[Lane]:
+        """The lanes of the ranks above 0 of this rank's replica."""
         return self.lanes
 
     def exited(self, trainer: Trainer, code: int, reason: str) -> None:
@@ -383,6 +452,11 @@ class RankWorld(World):
         clockwork.counts[f"fault: {kind}"] += 1
         if kind == "kill rank":
             lane.end(victim)
+        elif kind == "kill rank host":
+            of_replica = [x.by_key.get((victim.host, victim.incarnation)) for x in self.lanes_of(victim)]
+            for rank in hosts_of(1 + len(of_replica))[-1]:
+                if (lost := of_replica[rank - 1]) is not None:
+                    self.lanes[rank - 1].end(lost)
         elif kind == "pause rank":
             victim.pause()
             clockwork.at(clockwork.between(0.02, 2.0), victim.resume)

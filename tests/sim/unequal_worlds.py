@@ -343,8 +343,8 @@ class UnequalHead(_Piecewise, Heading):
         state = MemberState(0, 0, ro.summed_digest([x.main.digest for x in ranks]))
         core = MemberCore(identity, config, self.clock(), state, snapshots)
         self.core = core if self.is_alone else _Core(core, (0,) * len(ranks), unequal=True)
-        for x in followers:
-            self._link(x)
+        if followers:
+            self.link_ranks(followers)
 
     def feed(self, event: Any) -> None:
         if self.is_alone:
@@ -395,8 +395,8 @@ class UnequalWorld(RankWorld):
         """The layouts that the present process of this host announces."""
         return NOT_LAUNCHED
 
-    def lanes_of(self, head: Heading) -> list[Lane]:
-        return self.lanes[: len(head.layout.ranks) - 1]
+    def lanes_of(self, trainer: Any) -> list[Lane]:
+        return self.lanes[: len(trainer.layout.ranks) - 1]
 
     def of_rank(self, key: tuple[str, int], rank: int) -> Trainer | None:
         """The living process of this rank."""

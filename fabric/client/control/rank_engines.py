@@ -2,8 +2,10 @@
 
 ``HeadEngine`` runs the member core behind ``protocol.ranks.Ranks``, sends every rank its orders, and performs
 the orders for rank 0. ``FollowerEngine`` has no core: it performs orders as they come and sends their
-outcomes back. A rank that loses the link to another rank ends its process with code 75. The control thread
-ends it at once, because the main thread may be stuck in a collective with the lost rank.
+outcomes back. On a host without rank 0 the first rank is the voice: it passes on the orders for the host's
+ranks, and sums up their outcomes. A rank that loses the link over which its orders come ends its process with
+code 75, and a voice tells rank 0 of a lost rank. The control thread ends the process at once, because the
+main thread may be stuck in a collective with the lost rank.
 """
 
 import asyncio
@@ -12,7 +14,6 @@ import os
 import queue
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, get_args
 
 from fabric.client.control.engine import Engine, EngineParts
@@ -23,22 +24,27 @@ from fabric.model import Record
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import (
+    FromHost,
+    FromRank,
+    HostCommands,
     RankCommand,
     RankEvent,
+    RankLost,
     RankOutcome,
+    commands_by_rank,
     decode_command,
-    decode_outcome,
-    encode_command,
+    decode_outcomes,
     encode_outcome,
+    encode_outcomes,
 )
-from fabric.protocol.ranks import EndReplica, FollowerRank, FromRank, RankLost, Ranks, ToRank
+from fabric.protocol.ranks import EndReplica, FollowerRank, HostVoice, Ranks, ToOthers, ToSelf
 from fabric.runtime import logs
 from fabric.runtime.driver import Core
 from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
 from fabric.transport.tcp import dial
 
-# The links between rank 0 and the other ranks of its replica: orders one way, outcomes the other.
+# The links between the ranks of a replica: orders one way, outcomes the other.
 #
 # Like links between members these links are authenticated and ordered. The end of a link means that its
 # rank's process has ended.
@@ -49,55 +55,62 @@ _DIAL_S = 3.0
 _RETRY_S = 0.05
 
 
-class HeadLinks:
-    """Rank 0's side: one link to each of the ranks 1 to ``size - 1`` of process ``incarnation``."""
+class RankLinks:
+    """The links that other ranks of process ``incarnation`` dial to ``rank``: rank 0, or a host's voice."""
 
-    def __init__(self, size: int, incarnation: int) -> None:
-        self._size = size
+    def __init__(self, rank: int, incarnation: int) -> None:
+        self._rank = rank
         self._incarnation = incarnation
         self._links: dict[int, Link] = {}
+        # The ranks for which each link speaks, its own first. Set it before ``wait``.
+        self.voices: tuple[tuple[int, ...], ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._all_there = asyncio.Event()
-        self._encoded: tuple[RankCommand | None, bytes] = None, b""
+        self._linked = asyncio.Event()
 
-    def hear(
-        self, on_outcome: Callable[[int, RankOutcome], None], on_lost: Callable[[int, str], None]
-    ) -> None:
-        """Set the receivers of outcomes and lost links, once all ranks are linked.
+    def hear(self, on_said: Callable[[FromRank | FromHost], None]) -> None:
+        """Set the receiver of outcomes and lost links, once all ranks are linked.
 
         Until then nothing is read: a rank sends as soon as it is linked, and its messages wait in the socket.
         """
-        for rank, link in self._links.items():
-            task = asyncio.get_running_loop().create_task(_listen(rank, link, on_outcome, on_lost))
+        for ranks in self.voices:
+            task = asyncio.get_running_loop().create_task(_listen(ranks, self._links[ranks[0]], on_said))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def accept(self, greeting: Greeting, sock: socket.socket) -> None:
         """Take the link of a rank that has dialled."""
-        rank = greeting.rank
-        if greeting.incarnation != self._incarnation or not 0 < rank < self._size or rank in self._links:
-            sock.close()  # the socket is from an earlier process, or from no rank of this replica
+        if greeting.incarnation != self._incarnation or greeting.rank in self._links:
+            sock.close()  # the socket is from an earlier process
             return
-        self._links[rank] = Link(sock, f"rank {rank}")
-        if len(self._links) == self._size - 1:
-            self._all_there.set()
+        self._links[greeting.rank] = Link(sock, f"rank {greeting.rank}")
+        if len(self._links) >= len(self.voices):
+            self._linked.set()
 
     async def wait(self) -> None:
-        """Wait until every rank is linked. Raises Unreachable."""
+        """Wait until the first rank of each of ``voices`` is linked. Raises Unreachable."""
         try:
             async with asyncio.timeout(_START_S):
-                await self._all_there.wait()
+                while any(ranks[0] not in self._links for ranks in self.voices):
+                    self._linked.clear()
+                    await self._linked.wait()
         except TimeoutError:
-            missing = [str(r) for r in range(1, self._size) if r not in self._links]
+            missing = [str(ranks[0]) for ranks in self.voices if ranks[0] not in self._links]
             raise Unreachable(
-                f"rank {', '.join(missing)} of this replica did not link to rank 0 within {_START_S:g} s"
+                f"rank {', '.join(missing)} of this replica did not link to rank {self._rank} within "
+                f"{_START_S:g} s"
             ) from None
 
-    def send(self, rank: int, order: RankCommand) -> None:
-        """Queue one order."""
-        if order is not self._encoded[0]:  # encode once: many orders are the same for all ranks
-            self._encoded = order, encode_command(order)
-        self._links[rank].send(self._encoded[1])
+    def tell(self, order: ToOthers) -> None:
+        """Queue orders for every rank."""
+        messages = [HostCommands(command) for command in order.commands]
+        for ranks in self.voices:
+            own = tuple(order.own[rank] for rank in ranks) if order.own else ()
+            self._links[ranks[0]].send(*(message.of(own) for message in messages))
+
+    def pass_on(self, parts: list[bytes]) -> None:
+        """Queue a message for each rank."""
+        for ranks, part in zip(self.voices, parts, strict=True):
+            self._links[ranks[0]].send(part)
 
     async def close(self) -> None:
         """Say goodbye; the peers read all messages first."""
@@ -106,21 +119,24 @@ class HeadLinks:
             task.cancel()
 
 
-async def _listen(
-    rank: int, link: Link, on_outcome: Callable[[int, RankOutcome], None], on_lost: Callable[[int, str], None]
-) -> None:
-    await link.run(lambda data: on_outcome(rank, decode_outcome(data)), lambda why: on_lost(rank, why))
+async def _listen(ranks: tuple[int, ...], link: Link, on_said: Callable[[FromRank | FromHost], None]) -> None:
+    first = ranks[0]
+    await link.run(
+        lambda data: on_said(decode_outcomes(data, ranks)),
+        lambda why: on_said(FromRank(first, RankOutcome(RankLost(first, why)))),
+    )
 
 
 class FollowerLink:
-    """The side of a rank other than 0: its link to rank 0."""
+    """The side of a rank other than 0: its link to rank 0, or to its host's voice."""
 
     def __init__(self) -> None:
-        self._link: Link | None = None
+        self.voice: HostVoice | None = None  # where this rank speaks for others
+        self.link: Link | None = None  # set by ``dial``
         self._task: asyncio.Task[None] | None = None
 
     async def dial(self, address: str, greeting: Greeting, token: bytes) -> None:
-        """Link to rank 0. After a minute of failed tries, raises the error of the last try."""
+        """Link to the other rank. After a minute of failed tries, raises the error of the last try."""
         deadline = asyncio.get_running_loop().time() + _START_S
         while True:
             try:
@@ -130,24 +146,26 @@ class FollowerLink:
                 if asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(_RETRY_S)
-        self._link = Link(sock, "rank 0")
+        self.link = Link(sock, f"rank {greeting.to_rank}")
 
-    def hear(self, on_order: Callable[[RankCommand], None], on_lost: Callable[[str], None]) -> None:
+    def hear(self, on_order: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
         """Begin to pass orders to ``on_order``; ``on_lost`` gets the reason when the link ends."""
-        assert self._link is not None
-        self._task = asyncio.get_running_loop().create_task(
-            self._link.run(lambda data: on_order(decode_command(data)), on_lost)
-        )
+        assert self.link is not None
+        self._task = asyncio.get_running_loop().create_task(self.link.run(on_order, on_lost))
 
-    def send(self, outcome: RankOutcome) -> None:
-        """Queue one outcome."""
-        if self._link is not None:
-            self._link.send(encode_outcome(outcome))
+    def send(self, rank: int, outcome: RankOutcome) -> None:
+        """Queue an outcome of this rank, or of a rank for which it speaks."""
+        if self.link is None:
+            return
+        if self.voice is None:
+            self.link.send(encode_outcome(outcome))
+        elif sums := self.voice.take(rank, outcome):
+            self.link.send(*map(encode_outcomes, sums))
 
     async def close(self) -> None:
         """Say goodbye."""
-        if self._link is not None:
-            await self._link.close(linger_s=1.0)
+        if self.link is not None:
+            await self.link.close(linger_s=1.0)
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -216,24 +234,21 @@ class RankEngine(Engine):
 
 
 class HeadEngine(RankEngine):
-    """Rank 0. Before ``begin`` set ``groups``, the part of a micro-batch that each rank computes, and
-    ``stages``."""
+    """Rank 0. Before ``begin`` set ``groups``, the part of a micro-batch that each rank computes, ``stages``
+    and ``links.voices``."""
 
     def __init__(self, parts: EngineParts, group: RankGroup, incarnation: int) -> None:
         super().__init__(parts, group)
         self.groups: tuple[int, ...] = ()
         self.stages: tuple[int, ...] = ()
-        self._links = HeadLinks(group.size, incarnation)
+        self.links = RankLinks(0, incarnation)
         self._core: Ranks | None = None
-        parts.peers.on_rank = self._links.accept
+        parts.peers.on_rank = self.links.accept
 
     async def _begin(self, member: MemberCore) -> None:
-        await self._links.wait()
+        await self.links.wait()
         await super()._begin(member)
-        self._links.hear(
-            lambda rank, outcome: self._feed(FromRank(rank, outcome)),
-            lambda rank, why: self._feed(RankLost(rank, why)),
-        )
+        self.links.hear(self._feed)
 
     def _make_core(self, member: MemberCore) -> Core[Any, Any]:
         self._core = Ranks(member, self.groups, unequal=self._parts.exchange.lanes is not None)
@@ -241,7 +256,7 @@ class HeadEngine(RankEngine):
         return self._core
 
     async def _end(self) -> None:
-        await self._links.close()
+        await self.links.close()
         await super()._end()
 
     def _feed(self, event: Any, number: int = 0) -> None:
@@ -261,10 +276,10 @@ class HeadEngine(RankEngine):
         self._feed(EndReplica(1, reason))
 
     def _perform(self, effect: Any) -> None:
-        if not isinstance(effect, ToRank):
+        if isinstance(effect, ToOthers):
+            self.links.tell(effect)
+        elif not isinstance(effect, ToSelf):
             super()._perform(effect)
-        elif effect.rank:
-            self._links.send(effect.rank, effect.command)
         elif isinstance(effect.command.effect, io.Stop) and self._core is not None and self._core.lost:
             # Rank 0 has sent the orders to stop to the other ranks, and stops last.
             self._end_now(effect.command.effect)
@@ -276,16 +291,17 @@ class HeadEngine(RankEngine):
 class FollowerEngine(RankEngine):
     """The engine of a rank other than 0. Call ``join`` instead of ``begin``."""
 
-    def __init__(self, parts: EngineParts, group: RankGroup) -> None:
+    def __init__(self, parts: EngineParts, group: RankGroup, incarnation: int) -> None:
         super().__init__(parts, group)
         self._follower = FollowerRank(group.rank)
         self._link = FollowerLink()
-        self._running = False
+        self._links = RankLinks(group.rank, incarnation)
+        parts.peers.on_rank = self._links.accept
         self._step = 0
 
     @property
     def is_running(self) -> bool:
-        return self._running
+        return self._link.link is not None
 
     @property
     def generation(self) -> int:
@@ -303,27 +319,43 @@ class FollowerEngine(RankEngine):
     def step(self) -> int:
         return self._step
 
-    def join(self, address: str, greeting: Greeting, token: bytes) -> None:
-        """Link to rank 0 at ``address`` and obey it. Raises FabricError where rank 0 cannot be reached."""
-        assert self._loop is not None
-        greeting = replace(greeting, kind="rank", rank=self._group.rank)
-        asyncio.run_coroutine_threadsafe(self._join(address, greeting, token), self._loop).result()
+    def join(self, address: str, greeting: Greeting, token: bytes, ranks: tuple[int, ...]) -> None:
+        """Link to the rank at ``address``, which the greeting names, and obey it; speak for ``ranks``.
 
-    async def _join(self, address: str, greeting: Greeting, token: bytes) -> None:
+        Raises FabricError where that rank cannot be reached, or where one of ``ranks`` does not link.
+        """
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self._join(address, greeting, token, ranks), self._loop).result()
+
+    async def _join(self, address: str, greeting: Greeting, token: bytes, ranks: tuple[int, ...]) -> None:
+        self._links.voices = tuple((rank,) for rank in ranks[1:])
+        await self._links.wait()
+        self._link.voice = HostVoice(ranks, self._group.size) if len(ranks) > 1 else None
+        self._follower.speaker = greeting.to_rank
         await self._link.dial(address, greeting, token)
-        self._running = True
         self._link.hear(self._on_order, self._on_lost)
+        self._links.hear(self._on_said)
 
     async def _end(self) -> None:
         self._follower.over = True
-        await self._link.close()
+        await asyncio.gather(self._links.close(), self._link.close())
         await super()._end()
 
     def _feed(self, event: Any, number: int = 0) -> None:
         self._note_planes(event)
-        self._link.send(RankOutcome(event, number))
+        self._follower.tell(event)
+        self._link.send(self._group.rank, RankOutcome(event, number))
 
-    def _on_order(self, order: RankCommand) -> None:
+    def _on_said(self, message: FromRank | FromHost) -> None:
+        """Take what a rank of this host says, or the end of its link."""
+        if isinstance(message, FromRank) and not self._follower.over:
+            self._link.send(message.rank, message.outcome)
+
+    def _on_order(self, data: bytes) -> None:
+        if self._links.voices:
+            data, *others = commands_by_rank(data, 1 + len(self._links.voices))
+            self._links.pass_on(others)
+        order = decode_command(data)
         effect = self._follower.obey(order)
         if effect is None:
             return
@@ -343,4 +375,5 @@ class FollowerEngine(RankEngine):
     def _on_lost(self, why: str) -> None:
         stop = self._follower.lost(why)
         if stop is not None:
+            self._links.tell(ToOthers((RankCommand(0, self.generation, stop),)))
             self._end_now(stop)

@@ -5,7 +5,7 @@ follow it.
 """
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,12 @@ import xxhash
 
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
-from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.last_notes import find_job_end
 from fabric.errors import ConfigError
 from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sharing, SnapshotRef
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
-from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest
+from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest, voices_of
 from fabric.runtime.config import Settings, advertised_hosts, layout_orders
 from fabric.runtime.http.http_service import url_host
 from fabric.runtime.rank_layout import read_offer
@@ -61,7 +60,7 @@ def make_engine(parts: EngineParts) -> Engine:
         return Engine(parts)
     if process.group.rank == 0:
         return HeadEngine(parts, process.group, process.incarnation)
-    return FollowerEngine(parts, process.group)
+    return FollowerEngine(parts, process.group, process.incarnation)
 
 
 def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
@@ -77,31 +76,29 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
         state = MemberState(0, setup.step, setup.digest)
         engine.begin(MemberCore(identity, config, seconds_since_boot(), state, parts.handle.held_by(1)))
         return
-    held = parts.handle.held_by(process.group.size)
-    declared = process.group.gather(
-        {
-            "link": address.link,
-            "ckpt": address.ckpt,
-            "work": [setup.plan.micro_batches, setup.data, setup.step],
-            "layout": gradients.layout,
-            "digest": setup.digest,
-            "part": setup.part,
-            "names": digest_of_names(gradients.parameters),
-            "snapshots": [[ref.generation, ref.step, ref.digest] for ref in held],
-            "holds": bool(parts.handle.snapshots),
-        }
-    )
-    _check_equal_work(declared)
+    declared: list[dict[str, Any]] = []  # what all ranks say, at rank 0
+    answer = _declare(parts, setup, address, declared)
     if cuts:
         # Within the replica gradients are means over the ranks that share a micro-batch, but replicas of
         # unequal layouts add sums over samples.
-        gradients.scale = float(len({x["part"] for x in declared}))
+        gradients.scale = float(answer["parts"])
     if isinstance(engine, FollowerEngine):
-        _follow(engine, settings, process, declared[0]["link"])
+        greeting = Greeting(
+            job=settings.job,
+            store_id="",
+            replica=settings.replica,
+            incarnation=process.incarnation,
+            kind="rank",
+            to=settings.replica,
+            rank=process.rank,
+            to_rank=answer["speaker"],
+        )
+        engine.join(answer["dial"], greeting, settings.token, tuple(answer["ranks"]))
         return
     assert isinstance(engine, HeadEngine)
     engine.groups = tuple(int(x["part"]) for x in declared)
     engine.stages = stages_of([x["names"] for x in declared])
+    engine.links.voices = voices_of([x["ckpt"] for x in declared])[1:]
     together = summed_digest if cuts else replica_digest
     layout = gradients.layout if cuts else replica_digest([x["layout"] for x in declared])
     ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in declared[1:])
@@ -114,17 +111,39 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
         engine.post(SnapshotDue(setup.step))
 
 
-def _follow(engine: FollowerEngine, settings: Settings, process: ProcessIdentity, head: str) -> None:
-    """Link to rank 0 at ``head``, and obey it."""
-    greeting = Greeting(
-        job=settings.job,
-        store_id="",
-        replica=settings.replica,
-        incarnation=process.incarnation,
-        kind="rank",
-        to=settings.replica,
-    )
-    engine.join(head, greeting, settings.token)
+def _declare(
+    parts: EngineParts, setup: TrainingSetup, address: RankAddress, declared: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Tell rank 0 what this rank is; return its answer. Rank 0 gets what all ranks say, in ``declared``."""
+    group, gradients = parts.process.group, parts.gradients
+    assert group is not None
+    own = {
+        "link": address.link,
+        "ckpt": address.ckpt,
+        "work": [setup.plan.micro_batches, setup.data, setup.step],
+        "layout": gradients.layout,
+        "digest": setup.digest,
+        "part": setup.part,
+        "names": digest_of_names(gradients.parameters),
+        "snapshots": [[x.generation, x.step, x.digest] for x in parts.handle.held_by(group.size)],
+        "holds": bool(parts.handle.snapshots),
+    }
+    return group.ask(own, lambda rows: answers_of_rank_0(rows, declared))
+
+
+def answers_of_rank_0(rows: list[dict[str, Any]], declared: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    """Let rank 0 tell each rank whom it dials and for whom it speaks; add ``rows`` to ``declared``."""
+    _check_equal_work(rows)
+    declared += rows
+    parts = len({x["part"] for x in rows})
+    answers: list[Mapping[str, Any]] = [{}] * len(rows)
+    for ranks in voices_of([x["ckpt"] for x in rows]):
+        for rank in ranks:
+            first = rank == ranks[0]
+            speaker = 0 if first else ranks[0]
+            about = {"speaker": speaker, "dial": rows[speaker]["link"], "ranks": ranks if first else [rank]}
+            answers[rank] = {"parts": parts, **about}
+    return answers
 
 
 def _config(settings: Settings, retain: bool, plan: DataPlan) -> MemberConfig:

@@ -5,8 +5,10 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
@@ -53,14 +55,22 @@ def claim_identity(settings: Settings, group: RankGroup | None) -> ProcessIdenti
     incarnation, predecessors = claim(settings.of_rank(group.rank if group is not None else 0).home)
     if group is None:
         return ProcessIdentity(incarnation, predecessors)
-    claims = group.gather(
-        {
-            "replica": settings.replica,
-            "job": settings.job,
-            "incarnation": incarnation,
-            "before": predecessors,
-        }
-    )
+    claimed = {
+        "replica": settings.replica,
+        "job": settings.job,
+        "incarnation": incarnation,
+        "before": predecessors,
+    }
+    agreed = group.ask(claimed, _agree)
+    newest = agreed["newest"]
+    # Every rank writes the file: the next process may have fewer ranks, and its incarnation must be newer.
+    os.pwrite(next(reversed(_claims.values())), f"{newest}\n".encode().ljust(_NUMBER_BYTES), 0)
+    # Only rank 0 commits for the replica: an ended process of rank 0 can commit nothing more.
+    return ProcessIdentity(newest, tuple(agreed["before"]), group)
+
+
+def _agree(claims: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    """Let rank 0 answer what all ranks claim."""
     for rank, other in enumerate(claims):
         if (other["replica"], other["job"]) != (claims[0]["replica"], claims[0]["job"]):
             raise ConfigError(
@@ -68,10 +78,7 @@ def claim_identity(settings: Settings, group: RankGroup | None) -> ProcessIdenti
                 "all ranks of a replica the same FABRIC_REPLICA and FABRIC_JOB"
             )
     newest = max(other["incarnation"] for other in claims)
-    # Every rank writes the file: the next process may have fewer ranks, and its incarnation must be newer.
-    os.pwrite(next(reversed(_claims.values())), f"{newest}\n".encode().ljust(_NUMBER_BYTES), 0)
-    # Only rank 0 commits for the replica: an ended process of rank 0 can commit nothing more.
-    return ProcessIdentity(newest, tuple(claims[0]["before"]), group)
+    return [{"newest": newest, "before": claims[0]["before"]}] * len(claims)
 
 
 def claim(home: Path) -> tuple[int, tuple[int, ...]]:

@@ -1,7 +1,8 @@
 """Messages between the ranks of one replica: commands from rank 0, and their outcomes. Pure.
 
 A command is an effect of the member core that the rank must perform. An outcome is the event in which that
-command ended. Both travel as JSON under the strict rules of ``wire``.
+command ended. Both travel as JSON under the strict rules of ``wire``. A host gets one command for all of its
+ranks, with what differs by rank (``Own``), and gives their equal kinds of outcomes as one message.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from fabric.errors import ProtocolError
-from fabric.model import DURABLE, MAX_INTEGER, Int64, Member, RankAddress, RankTimes, Record, StepTimes
+from fabric.model import DURABLE, MAX_INTEGER, Int64, RankTimes, Record, StepTimes
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.wire import MAX_BYTES, decode_value, encode_value
 
@@ -69,6 +70,14 @@ class SnapshotDue:
     durable: bool = False  # whether it is time for a durable checkpoint too
 
 
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """The link to this rank ended."""
+
+    rank: Int64
+    why: str
+
+
 RankEvent = (
     io.Ready
     | io.Digested
@@ -92,7 +101,10 @@ RankEvent = (
     | io.Snapshotted
     | SnapshotNamed
     | SnapshotDue
+    | RankLost
 )
+# The part of a command for one rank alone: the link and the server of each member, or the URLs of a fetch.
+Own = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,45 +120,117 @@ class RankOutcome:
     number: int = 0  # number of the command that this event answers; 0: the event itself names the command
 
 
+@dataclass(frozen=True, slots=True)
+class FromRank:
+    """An outcome that rank ``rank`` sent; rank 0's own outcomes come as this event too."""
+
+    rank: int
+    outcome: RankOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class FromHost:
+    """An event of each of ``ranks`` of one host, all of one kind."""
+
+    ranks: tuple[int, ...]
+    events: tuple[RankEvent, ...]
+    number: int = 0  # as in RankOutcome
+
+
 _EFFECTS = {kind.__name__: kind for kind in get_args(RankEffect)}
 _EVENTS = {kind.__name__: kind for kind in get_args(RankEvent)}
 
 
-class RankEnvelope(msgspec.Struct):
-    """An effect or event on its way between ranks."""
+class RankEnvelope(msgspec.Struct, omit_defaults=True):
+    """An effect, or the events of some ranks, on its way between ranks."""
 
     kind: str
     value: msgspec.Raw
     number: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
     generation: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)] = 0
+    own: tuple[Own, ...] = ()  # of a command: what each rank of the host gets for itself; empty: nothing
+    ranks: tuple[
+        Int64, ...
+    ] = ()  # of outcomes: whose events ``value`` lists, or its only one; empty: the sender's
 
 
-def encode_command(command: RankCommand) -> bytes:
-    return _encode(command.effect, command.number, command.generation)
+class HostCommands:
+    """Encodes one command for every host."""
+
+    def __init__(self, command: RankCommand) -> None:
+        effect, raw = command.effect, msgspec.Raw(encode_value(command.effect))
+        self._envelope = RankEnvelope(type(effect).__name__, raw, command.number, command.generation)
+        self._same = msgspec.json.encode(self._envelope)
+
+    def of(self, own: tuple[Own, ...] = ()) -> bytes:
+        """Return the message for a host whose ranks get ``own`` for themselves."""
+        if not own:
+            return self._same
+        self._envelope.own = own
+        return msgspec.json.encode(self._envelope)
 
 
 def encode_outcome(outcome: RankOutcome) -> bytes:
-    return _encode(outcome.event, outcome.number)
+    raw = msgspec.Raw(encode_value(outcome.event))
+    return msgspec.json.encode(RankEnvelope(type(outcome.event).__name__, raw, outcome.number))
+
+
+def encode_outcomes(outcomes: FromHost) -> bytes:
+    first = outcomes.events[0]
+    if all(event == first for event in outcomes.events):
+        raw = encode_value(first)
+    else:
+        raw = b"[" + b",".join(map(encode_value, outcomes.events)) + b"]"
+    return msgspec.json.encode(
+        RankEnvelope(type(first).__name__, msgspec.Raw(raw), outcomes.number, ranks=outcomes.ranks)
+    )
 
 
 def decode_command(data: bytes) -> RankCommand:
-    """Decode a command; raise ProtocolError for bytes that are not exactly one."""
-    envelope, effect = _decode(data, _EFFECTS)
+    """Decode a command for the first rank; raise ProtocolError for bytes that are not exactly one."""
+    envelope = _envelope(data, _EFFECTS)
+    effect = decode_value(_EFFECTS[envelope.kind], bytes(envelope.value), envelope.kind)
+    effect = with_own(effect, envelope.own[0]) if envelope.own else effect
     return RankCommand(envelope.number, envelope.generation, effect)
+
+
+def commands_by_rank(data: bytes, count: int) -> list[bytes]:
+    """Return what a command to a host of ``count`` ranks says to each of them. Raises ProtocolError."""
+    envelope = _envelope(data, _EFFECTS)
+    if not envelope.own:
+        return [data] * count
+    if len(envelope.own) != count:
+        raise ProtocolError(f"a command is for {len(envelope.own)} ranks, and this host has {count}")
+    return [msgspec.json.encode(msgspec.structs.replace(envelope, own=(own,))) for own in envelope.own]
 
 
 def decode_outcome(data: bytes) -> RankOutcome:
     """Decode an outcome; raise ProtocolError for bytes that are not exactly one."""
-    envelope, event = _decode(data, _EVENTS)
-    return RankOutcome(event, envelope.number)
+    decoded = decode_outcomes(data, (0,))
+    if isinstance(decoded, FromHost):
+        raise ProtocolError("one rank speaks for several")
+    return decoded.outcome
 
 
-def _encode(value: RankEffect | RankEvent, number: int, generation: int = 0) -> bytes:
-    raw = msgspec.Raw(encode_value(value))
-    return msgspec.json.encode(RankEnvelope(type(value).__name__, raw, number, generation))
+def decode_outcomes(data: bytes, ranks: Sequence[int]) -> FromRank | FromHost:
+    """Decode what the first of ``ranks`` sent, which speaks for all of them. Raises ProtocolError."""
+    envelope = _envelope(data, _EVENTS)
+    kind, raw = _EVENTS[envelope.kind], bytes(envelope.value)
+    who = envelope.ranks or (ranks[0],)
+    if not set(who).issubset(ranks):
+        raise ProtocolError(f"rank {ranks[0]} speaks for ranks of another host")
+    if raw.startswith(b"["):
+        events = decode_value(tuple[kind, ...], raw, envelope.kind)  # type: ignore[valid-type]
+    else:
+        events = (decode_value(kind, raw, envelope.kind),) * len(who)
+    if len(events) != len(who):
+        raise ProtocolError(f"{len(who)} ranks have {len(events)} outcomes")
+    if len(who) == 1:
+        return FromRank(who[0], RankOutcome(events[0], envelope.number))
+    return FromHost(who, events, envelope.number)
 
 
-def _decode(data: bytes, kinds: Mapping[str, type]) -> tuple[RankEnvelope, Any]:
+def _envelope(data: bytes, kinds: Mapping[str, type]) -> RankEnvelope:
     if len(data) > MAX_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {MAX_BYTES}")
     envelope = decode_value(RankEnvelope, data, "what another rank sent")
@@ -155,7 +239,7 @@ def _decode(data: bytes, kinds: Mapping[str, type]) -> tuple[RankEnvelope, Any]:
             f"another rank sent {envelope.kind[:40]!r}, which is not for this side: run the same "
             "release of fabric on all ranks"
         )
-    return envelope, decode_value(kinds[envelope.kind], bytes(envelope.value), envelope.kind)
+    return envelope
 
 
 # --- the ranks as one replica ------------------------------------------------------------------------
@@ -197,11 +281,11 @@ def replica_times(times: Sequence[StepTimes | None], stages: Sequence[int] = ())
     ``stages``: the pipeline stage of each rank; empty: all ranks are one stage.
     """
     timed = [x for x in times if x is not None]
+    measured = tuple(x for rank in timed for x in rank.measured)[:MOST_TIMED_RANKS]
+    if len(times) > MOST_TIMED_RANKS:
+        return replace(times[0], measured=measured) if times[0] is not None else None
     if not timed or len(timed) < len(times):
         return None
-    measured = tuple(x for rank in timed for x in rank.measured)[:MOST_TIMED_RANKS]
-    if len(timed) > MOST_TIMED_RANKS:
-        return replace(timed[0], measured=measured)
     placed = zip(timed, stages or [0] * len(timed), strict=True)
     ranks = tuple(_rank_times(x, stage) for x, stage in placed)
     return replace(timed[0], ranks=ranks, measured=measured)
@@ -261,18 +345,44 @@ def urls_of_rank(urls: Sequence[str], rank: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(u.partition("#")[0] for u in serving))
 
 
-def seen_by_rank(record: Record, rank: int) -> Record:
-    """Put the addresses that ``rank`` dials into ``record``: the same rank's address in every replica."""
-    return replace(record, roster=tuple(_seen(x, rank) for x in record.roster))
+def voices_of(urls: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Group the ranks that speak to rank 0 as one, the lowest first: those of one host, but not of rank 0's.
+
+    ``urls``: by rank, the URL of its checkpoint server; a host has one server.
+    """
+    hosts: dict[str, list[int]] = {}
+    for rank, url in enumerate(urls):
+        hosts.setdefault(url.partition("#")[0].partition("/ranks/")[0], []).append(rank)
+    near, *others = hosts.values()
+    return (*((rank,) for rank in near), *map(tuple, others))
 
 
-def _seen(member: Member, rank: int) -> Member:
-    count = 1 + len(member.ranks)
-    if rank >= count:
-        # The leader refuses such a session; this error replaces an IndexError if a leader ever admits it.
-        raise ProtocolError(
-            f"{member.replica} has {count} ranks and no rank {rank}: start every replica with the "
-            "same number of ranks"
-        )
-    address = member.ranks[rank - 1] if rank else RankAddress(member.link, member.ckpt)
-    return replace(member, link=address.link, ckpt=address.ckpt.partition("#")[0], ranks=())
+def addresses_by_rank(record: Record, size: int) -> tuple[Own, ...]:
+    """Return by rank the addresses that it dials: the same rank's link and server in every replica."""
+    columns = []
+    for x in record.roster:
+        if len(x.ranks) + 1 < size:
+            # The leader refuses such a session; this error replaces a ValueError if a leader ever admits it.
+            count = len(x.ranks) + 1
+            raise ProtocolError(
+                f"{x.replica} has {count} ranks and no rank {count}: start every replica with the "
+                "same number of ranks"
+            )
+        columns.append([(a.link, a.ckpt.partition("#")[0]) for a in x.addresses[:size]])
+    return tuple(tuple(part for address in row for part in address) for row in zip(*columns, strict=True))
+
+
+def without_own(record: Record) -> Record:
+    """Return the part of ``record`` that is the same for every rank."""
+    return replace(record, roster=tuple(replace(x, link="", ckpt="", ranks=()) for x in record.roster))
+
+
+def with_own(effect: Any, own: Own) -> Any:
+    """Put into ``effect`` what one rank gets for itself. Raises ProtocolError where this does not fit."""
+    if isinstance(effect, io.FetchState | io.FetchGradient):
+        return replace(effect, urls=own)
+    if not isinstance(effect, io.LinkUp | io.Switch) or len(own) != 2 * len(effect.record.roster):
+        raise ProtocolError(f"{type(effect).__name__} does not fit {len(own)} values of one rank")
+    dialled = zip(effect.record.roster, own[::2], own[1::2], strict=True)
+    roster = tuple(replace(x, link=link, ckpt=ckpt, ranks=()) for x, link, ckpt in dialled)
+    return replace(effect, record=replace(effect.record, roster=roster))

@@ -6,11 +6,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.format.manifest import state_digest
 from fabric.ckpt_server.state.snapshot import CpuCopier, CudaCopier, build_manifest
 from fabric.ckpt_server.state.training_state import capture, restore, verify
 from fabric.ckpt_server.wire.server_settings import ServerSettings
@@ -25,7 +27,8 @@ def state_transfer(device: str, nbytes: int, rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="gpu-state-") as folder:
         handle = ServerHandle(ServerSettings("job", "r0", Path(folder) / "run", orphan_s=1.0), 1)
         try:
-            ref = _publish(handle, layer)
+            manifest = _publish(handle, layer)
+            ref = SnapshotRef(1, 1, state_digest(manifest))
             target = memoryview(
                 mmap.mmap(-1, 2 * nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
             )
@@ -42,7 +45,7 @@ def state_transfer(device: str, nbytes: int, rounds: int) -> dict[str, float]:
                     seconds, (fetched - began, ended - fetched, ended - began), strict=True
                 ):
                     seconds[name].append(value)
-                verify({"model": newcomer}, 1, ref.digest)
+                verify({"model": newcomer}, 1, manifest["digest"])
                 with torch.no_grad():
                     newcomer.weight.zero_()
         finally:
@@ -51,7 +54,7 @@ def state_transfer(device: str, nbytes: int, rounds: int) -> dict[str, float]:
     return {f"{name}_gb_s": nbytes / statistics.median(times[1:]) / 1e9 for name, times in seconds.items()}
 
 
-def _publish(handle: ServerHandle, layer: torch.nn.Module) -> SnapshotRef:
+def _publish(handle: ServerHandle, layer: torch.nn.Module) -> dict[str, Any]:
     view = capture({"model": layer}, 1)
     make: Callable[[], CpuCopier | CudaCopier] = CudaCopier if next(layer.parameters()).is_cuda else CpuCopier
     copier = make()
@@ -60,4 +63,4 @@ def _publish(handle: ServerHandle, layer: torch.nn.Module) -> SnapshotRef:
     manifest = build_manifest(view, copier.join(), job="job", replica="r0", generation=1, created=time.time())
     copier.close()
     handle.publish_snapshot(0, manifest)
-    return SnapshotRef(1, 1, manifest["digest"])
+    return manifest

@@ -32,7 +32,7 @@ from fabric.lighthouse.http.node_meeting import words_of
 from fabric.lighthouse.http.operator_routes import _decoded, _FaultRequest, _InjectorRequest
 from fabric.model import SnapshotRef
 from fabric.plan.failures import phases_of, read_trace
-from fabric.protocol.messages.rank_messages import decode_command, decode_outcome
+from fabric.protocol.messages.rank_messages import decode_command, decode_outcomes
 from fabric.protocol.messages.wire import decode_line, decode_value
 from fabric.protocol.nodes import NodeOrder
 from fabric.runtime import config
@@ -238,7 +238,9 @@ PARSERS = (
     Parser("line of a trainer", lambda data, _: decode_line(data), {"kind": "attach", "job": "j"}),
     Parser("frame of device memory", lambda data, _: read_offer(data), {"device": 0, "size": 1}),
     Parser("command of a rank", lambda data, _: decode_command(data), {"kind": "Commit", "value": {}}),
-    Parser("outcome of a rank", lambda data, _: decode_outcome(data), {"kind": "Prepared", "value": {}}),
+    Parser(
+        "outcomes of ranks", lambda data, _: decode_outcomes(data, (0, 1)), {"kind": "Prepared", "value": {}}
+    ),
     Parser("address", of_text(parse_address), "127.0.0.1:80"),
     Parser("ports", of_text(parse_ports), "8600-8610"),
     Parser("slice", of_text(lambda text: parse_slice(text, (4, 2))), "0:1,0:2"),

@@ -577,7 +577,7 @@ def test_rank_commands_are_decoded_as_they_were_sent(effect):
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
 def test_outcomes_are_decoded_as_they_were_sent(event):
     outcome = ro.RankOutcome(event, 5)
-    assert ro.decode_outcome(ro.encode_outcome(outcome)) == outcome
+    assert ro.decode_outcomes(ro.encode_outcome(outcome), (3,)) == ro.FromRank(3, outcome)
 
 
 @pytest.mark.parametrize(
@@ -595,7 +595,7 @@ def test_outcomes_are_decoded_as_they_were_sent(event):
 )
 def test_malformed_rank_outcomes_are_refused(data):
     with pytest.raises(ProtocolError):
-        ro.decode_outcome(data)
+        ro.decode_outcomes(data, (0,))
 
 
 def test_the_rank_of_a_server_is_in_its_url():

@@ -127,15 +127,16 @@ class StatusSender:
         """Send trainer statuses on ``socket`` until it ends."""
         replies = asyncio.create_task(_listen(socket, self._hear))
         loop = asyncio.get_running_loop()
-        told: TrainerStatus | ServerStatus | None = None
+        lasting: TrainerStatus | ServerStatus | None = None  # of the status that was sent last
         try:
             while not replies.done():
                 due = loop.time() + max(_PERIOD_S, self._every_s)
                 self._vitals.changed.clear()
                 self._number += 1
                 status = self._vitals.compose(self._number)
-                before, told = told, _lasting(status)
-                says = StatusUnchanged(self._number) if self._takes_unchanged and told == before else status
+                before, lasting = lasting, _lasting(status)
+                is_same = self._takes_unchanged and lasting == before
+                says = StatusUnchanged(self._number) if is_same else status
                 async with asyncio.timeout(_SEND_S):
                     await socket.send_str(encode(says).decode())
                 self._said = ""

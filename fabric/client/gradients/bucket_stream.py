@@ -13,6 +13,7 @@ import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -278,6 +279,14 @@ def _memory(gradient: torch.Tensor | None) -> int:
     return 0 if gradient is None else local_part(gradient).untyped_storage()._cdata  # noqa: SLF001
 
 
+@dataclass(slots=True)
+class _DueBucket:
+    """A bucket of which ``missing`` gradients are not final, and the device's streams that add to it."""
+
+    missing: int
+    streams: set[CudaStream]
+
+
 class Overlap:
     """The main thread's side: finds the last backward of an order and hands over its final gradients.
 
@@ -299,7 +308,6 @@ class Overlap:
         self.stale: StaleGradients | None = None  # set where the user's loop has optimizers
         # On a device: returns the stream of the calling thread, on which a gradient is accumulated.
         self.stream_of_thread: Callable[[], CudaStream] | None = None
-        self._streams: dict[int, set[CudaStream]] = {}  # a bucket's begin -> streams that add to it
         self._buckets = [bucket for bucket in gradients.buckets if not bucket.late]
         self._parameters = [p for bucket in self._buckets for _, p in bucket.parameters]
         self._bucket_of = {id(p): bucket for bucket in self._buckets for _, p in bucket.parameters}
@@ -313,7 +321,7 @@ class Overlap:
         # How often a backward pass has added to each gradient: this one, and the one that it is like.
         self._additions: dict[int, int] = {}
         self._expected: dict[int, int] = {}
-        self._missing: dict[int, int] = {}
+        self._due: dict[int, _DueBucket] = {}  # by its begin
         self._sent = SentGradients()
         self._hooks = [
             p.register_post_accumulate_grad_hook(self.ready)  # type: ignore[no-untyped-call]
@@ -352,8 +360,7 @@ class Overlap:
 
     def _begin(self, step: int) -> None:
         self.stream = BucketReadiness()
-        self._missing = {bucket.begin: len(bucket.parameters) for bucket in self._buckets}
-        self._streams = {bucket.begin: self._own_stream() for bucket in self._buckets}
+        self._due = {x.begin: _DueBucket(len(x.parameters), self._own_stream()) for x in self._buckets}
         self._sent.begin(self._parameters)
         self._running = True
         self._announce(step, self._weight)
@@ -362,7 +369,7 @@ class Overlap:
         self._running = False
         assert self.stream is not None
         # torch lets this thread's stream wait for all streams of its backward.
-        events = _recorded(self._own_stream())
+        events = tuple(stream.record() for stream in self._own_stream())
         for bucket in self._buckets:
             if not all(is_complete(p) for _, p in bucket.parameters):
                 continue
@@ -383,17 +390,17 @@ class Overlap:
         times = self._additions[key] = self._additions.get(key, 0) + 1
         if not self._running or self.stream is None:
             return
-        streams = self._streams[bucket.begin]
-        streams |= self._own_stream()
+        due = self._due[bucket.begin]
+        due.streams |= self._own_stream()
         expected = self._expected.get(key, 1)
         if version:
             self._sent.note_addition(parameter, times == expected)
         if times > expected:
             self._sent.changed = True  # this backward adds more often than the one before
         elif times == expected and is_complete(parameter):
-            missing = self._missing[bucket.begin] = self._missing[bucket.begin] - 1
-            if missing == 0:
-                self.stream.finish(bucket, _recorded(streams))
+            due.missing -= 1
+            if due.missing == 0:
+                self.stream.finish(bucket, tuple(stream.record() for stream in due.streams))
 
     def end_order(self) -> str:
         """End an order whose micro-batches are computed.
@@ -406,7 +413,7 @@ class Overlap:
         self.stream = None
         changed = self._sent.end(self._parameters) or self._running
         self._running = False
-        stream.finish_all(_recorded(self._own_stream()))
+        stream.finish_all(tuple(own.record() for own in self._own_stream()))
         if not changed:
             return ""
         self._usable = False
@@ -415,7 +422,3 @@ class Overlap:
             "a gradient was changed after the last backward of a micro-batch: this replica exchanges without "
             "overlap from now on"
         )
-
-
-def _recorded(streams: Iterable[CudaStream]) -> tuple[CudaEvent, ...]:
-    return tuple(stream.record() for stream in streams)

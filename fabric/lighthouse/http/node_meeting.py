@@ -117,11 +117,14 @@ class NodeMeetings:
         says: NodeSays,
         knows: tuple[str, str, str] | None,
     ) -> NodeOrder:
-        def is_closed() -> bool:
-            return request.transport is None or request.transport.is_closing()
+        transport = request.transport
 
         def is_urgent() -> bool:
-            return is_closed() or self._term() != self._of_term or (not says.run and self._is_complete(job))
+            return (
+                (transport is None or transport.is_closing())
+                or self._term() != self._of_term
+                or (not says.run and self._is_complete(job))
+            )
 
         order = self._order(job, meetings, says)
         if order.key != knows or is_urgent():
@@ -136,7 +139,7 @@ class NodeMeetings:
         finally:
             for meeting in meetings.values():
                 meeting.held.pop(waiter, None)
-        if is_closed():
+        if transport is None or transport.is_closing():
             raise web.HTTPBadRequest(text="the launcher has closed its connection")
         return order if self._term() != self._of_term else self._order(job, meetings, says)
 

@@ -204,14 +204,6 @@ def commands_by_rank(data: bytes, count: int) -> list[bytes]:
     return [msgspec.json.encode(msgspec.structs.replace(envelope, own=(own,))) for own in envelope.own]
 
 
-def decode_outcome(data: bytes) -> RankOutcome:
-    """Decode an outcome; raise ProtocolError for bytes that are not exactly one."""
-    decoded = decode_outcomes(data, (0,))
-    if isinstance(decoded, FromHost):
-        raise ProtocolError("one rank speaks for several")
-    return decoded.outcome
-
-
 def decode_outcomes(data: bytes, ranks: Sequence[int]) -> FromRank | FromHost:
     """Decode what the first of ``ranks`` sent, which speaks for all of them. Raises ProtocolError."""
     envelope = _envelope(data, _EVENTS)

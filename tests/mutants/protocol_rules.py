@@ -9,6 +9,7 @@ from fabric.protocol.leader.core import Decisions, LeaderCore
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.orders import OperatorOrders
+from fabric.protocol.leader.server_statuses import ServerStatuses
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.ending import Ending
@@ -19,7 +20,22 @@ from fabric.protocol.ranks import FollowerRank, HostVoice, Ranks
 from fabric.protocol.rules import decide, shares
 from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
 
+UNCHANGED = (
+    "protocol/test_large_replicas.py"
+    "::test_a_leader_that_is_told_that_nothing_changed_decides_as_one_that_is_told_all"
+)
+
 RULES = (
+    # the statuses of checkpoint servers
+    *(
+        Mutant(name, ServerStatuses.hear_again, before, after, UNCHANGED)
+        for name, before, after in (
+            ("an unchanged status keeps the stops of a trainer that runs again", "or last.stops", ""),
+            ("an unchanged status of another server counts", "or last.ckpt != status.ckpt", ""),
+            ("an unchanged status counts over a closed connection", " and last.connected", ""),
+            ("an unchanged status shows no life", "last.seen = now", "pass"),
+        )
+    ),
     # the end of a loop
     Mutant(
         "a member believes an end of another generation",

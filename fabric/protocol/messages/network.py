@@ -458,7 +458,7 @@ class EpochNotice:
 class StatusTerms:
     """How a lighthouse wants statuses; it understands StatusUnchanged, which an older one does not."""
 
-    every_s: float = 0.0  # as in EpochNotice
+    every_s: float  # as in EpochNotice
 
 
 ServerMessage = TrainerStatus | ServerStatus | StatusUnchanged

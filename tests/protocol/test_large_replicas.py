@@ -136,6 +136,20 @@ def test_a_leader_that_is_told_that_nothing_changed_decides_as_one_that_is_told_
     assert unchanged > 40
 
 
+def test_the_end_of_all_ranks_of_a_replica_is_one_event():
+    leader, events = leader_of(2, 64), []
+    for rank in range(64):
+        leader.handle(le.TrainerStatusSeen(status(0, rank)), 1.0)
+    for rank in random.Random(1).sample(range(64), 64):
+        effects = leader.handle(le.TrainerStatusSeen(status(0, rank, "gone")), 1.1)
+        events += [x for x in effects if isinstance(x, le.RecordEvent) and x.kind == "trainer gone"]
+    assert [x.about for x in events] == ["r0"]
+    for rank in range(64):
+        leader.handle(le.TrainerStatusSeen(status(0, rank, incarnation=2)), 1.2)
+    again = leader.handle(le.TrainerStatusSeen(status(0, 3, "gone", incarnation=2)), 1.3)
+    assert [x.kind for x in again if isinstance(x, le.RecordEvent)] == ["trainer gone"]
+
+
 def test_a_leader_plans_for_many_ranks_as_for_many_members():
     assert leader_of(2, 512).state.is_large
     assert not leader_of(2, 8).state.is_large

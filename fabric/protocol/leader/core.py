@@ -453,6 +453,8 @@ class LeaderCore:
         stops = stops_after(before, status, self.state.now)
         earlier = before.stops if before is not None and before.incarnation == status.incarnation else 0
         is_news = before is None or not before.says(status)
+        if is_news and status.trainer == "gone" and self.state.liveness.servers.says_other_gone(status):
+            return  # the ranks of a replica end together: one event says so
         incident_id = self.state.next_incident_id() if answered else ""
         why = "seen by its checkpoint server"
         if (status.trainer == "gone" and is_news) or (stops and not earlier):

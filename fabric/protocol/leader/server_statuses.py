@@ -6,7 +6,7 @@ first one is only out of contact. So a replica may have several servers of one r
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from fabric.model import Death, Member, ReplicaProcess, SnapshotRef
 from fabric.protocol.messages.network import TrainerStatus
@@ -85,6 +85,14 @@ class ServerStatuses:
             del aside[at]
         statuses[key] = after
         return before
+
+    def says_other_gone(self, status: TrainerStatus) -> bool:
+        """Whether another rank of the process in ``status`` is known to have ended."""
+        for rank in chain((0,), self.troubled.get(status.replica, ())):
+            other = self.of_rank(rank).get(status.replica)
+            if rank != status.rank and other is not None and other.says(status):
+                return True
+        return False
 
     def hear_again(self, status: TrainerStatus, now: float) -> bool:
         """Take the word that ``status``, which was heard before, still holds.

@@ -201,11 +201,12 @@ def test_another_member_writes_checkpoints_after_the_writers_death(job):
     wait_for_step(job, 10)
     (job.folder / "go12").touch()
     wait_for_step(job, 20)
+    written = {c.state.step: c.manifest["replica"] for c in durable(job)}
+    assert (written[10], written[20]) == ("r0", "r1")
     (job.folder / "go").touch()
     job.finish()
     assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
-    written = {c.state.step: c.manifest["replica"] for c in durable(job)}
-    assert (written[10], written[20]) == ("r0", "r1")
+    assert durable(job)[-1].state.step == 40, "the last state is in storage when the job has ended"
 
 
 def test_the_ranks_of_a_replica_write_one_checkpoint_and_begin_again_from_it(zygote, tmp_path):
@@ -334,8 +335,9 @@ def test_storage_that_goes_away_at_any_moment_of_a_jobs_life_costs_nothing_and_n
         job.wait_for(lambda: all("tries again" in job.said(r) for r in job.pids), "reads that failed")
         mount.give()
         interrupt("last", 30)
-        job.finish()
+        job.wait_for(lambda: any("waits for its last durable" in job.said(r) for r in job.pids), "a wait")
         mount.give()
+        job.finish()
         wait_for_step(job, 30)
         job.wait_for(lambda: not job.server_pids(), "the servers' end")
         assert job.codes == {"r0": 0, "r1": 0} and set(job.starts.values()) == {2}, job.logs()

@@ -30,6 +30,15 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=4):
         time.sleep(0.1)  # the job must not end before the killed replica is back
 print(f"weight {model.weight.sum().item()}", flush=True)
 """
+# At its end, before the last checkpoint, a replica takes storage away.
+AWAY = """
+import os, pathlib
+if os.environ["FABRIC_REPLICA"] == "r0":
+    os.rename("storage", "kept")
+    os.symlink("storage", "storage")
+while not pathlib.Path("storage").is_symlink():
+    time.sleep(0.01)
+"""
 WAITING = "import signal; print('up', flush=True); signal.pause()"
 FAILING = "import os, sys; sys.exit(1 if os.environ['FABRIC_REPLICA'] == 'r1' else 0)"
 
@@ -71,10 +80,18 @@ class Terminal:
 
 
 @contextmanager
-def local(folder: Path, *words: str) -> Iterator[Terminal]:
+def local(folder: Path, *words: str, **environment: str) -> Iterator[Terminal]:
     output, writer = os.pipe()
     with os.fdopen(writer, "wb") as log:
-        process = start_supervisor("local", "--replicas", "2", *words, log=log, cwd=str(folder))
+        process = start_supervisor(
+            "local",
+            "--replicas",
+            "2",
+            *words,
+            log=log,
+            cwd=str(folder),
+            environment={**os.environ, **environment},
+        )
     terminal = Terminal(process, output)
     try:
         yield terminal
@@ -114,6 +131,21 @@ def test_an_unchanged_script_survives_a_kill(tmp_path):
         assert terminal.end() == 0, terminal.lines
     assert terminal.wait_for(r"^r0 \| (weight .*)") == terminal.wait_for(r"^r1 \| (weight .*)")
     assert commits(tmp_path, "r0") > 1
+
+
+def test_the_end_waits_for_the_last_durable_checkpoint_where_storage_is_away(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("4000", "160") + AWAY)
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "enough").touch()
+    durable = str(tmp_path / "storage" / "durable")
+    words = "--adopt", "auto", "train.py"
+    with local(tmp_path, *words, FABRIC_DURABLE=durable, FABRIC_DURABLE_EVERY="1h") as terminal:
+        terminal.wait_for(r"^r\d \| fabric: r\d: waits for its last durable checkpoint: step \d+: ")
+        (tmp_path / "storage").unlink()
+        (tmp_path / "kept").rename(tmp_path / "storage")
+        assert terminal.end() == 0, terminal.lines
+    [saved] = (tmp_path / "storage" / "durable" / "local").glob("step-*/COMPLETE")
+    assert saved.parent.name.startswith(f"step-{commits(tmp_path, 'r0'):010d}-")
 
 
 def test_an_interruption_ends_every_process(tmp_path):

@@ -219,6 +219,7 @@ class Shutdown:
         if finished:
             _ended.add((self._settings.lighthouse, self._settings.job))
             unheard = self._unheard
+            self._parts.durable.await_last(self._parts.handle)
             linger_s = 5.0 if unheard is None else max(5.0, self._settings.orphan_s)
             with contextlib.suppress(FabricError):
                 self._parts.handle.finish(linger_s, unheard)

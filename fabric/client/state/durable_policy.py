@@ -6,6 +6,7 @@ steps and time alike, so when the writer dies, the member with the next name wri
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -179,6 +180,18 @@ class DurableCheckpoints:
         why = outcome["error"] or "its writer has ended"
         self._say(f"the state of step {step} is not saved yet: {why}; this replica tries again")
         return str(why)
+
+    def await_last(self, handle: ServerHandle) -> None:
+        """Wait for a checkpoint that the server still writes: it may end with this process's container."""
+        error = ""
+        with suppress(FabricError):
+            while self._settings.durable and not (outcome := handle.durable_outcome())["idle"]:
+                if outcome["error"] and not error:
+                    error = str(outcome["error"])
+                    self._say(f"waits for its last durable checkpoint: {error}")
+                time.sleep(_WRITTEN_S)
+            if error and outcome["error"]:
+                self._say(f"its last durable checkpoint is not written: {outcome['error']}")
 
     def patiently(self, read: Callable[[], T]) -> T:
         """Return ``read()``; call it again while storage is away, for as long as at the start.

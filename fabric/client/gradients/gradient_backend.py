@@ -125,9 +125,8 @@ class DeviceBackend:
         self._flat = device.memory(nbytes)
         self._stream, self._copies, self._checks = device.stream(), device.stream(), device.stream()
         self._digests = device_digest(self._flat.device)
-        self._reduced = self._digested = (
-            0  # so many bytes of the flat buffer have their result, or are digested
-        )
+        # So many bytes of the flat buffer have their result, or are digested.
+        self._reduced = self._digested = 0
         self._sums: list[torch.Tensor] = []
         self._parts: list[tuple[int, int]] = []  # bytes and seed of each digested lane
         self._part_sums: list[torch.Tensor] = []

@@ -149,9 +149,8 @@ class RankEnvelope(msgspec.Struct, omit_defaults=True):
     number: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
     generation: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)] = 0
     own: tuple[Own, ...] = ()  # of a command: what each rank of the host gets for itself; empty: nothing
-    ranks: tuple[
-        Int64, ...
-    ] = ()  # of outcomes: whose events ``value`` lists, or its only one; empty: the sender's
+    # Of outcomes: the ranks whose events ``value`` lists, or that all have its only one; empty: the sender.
+    ranks: tuple[Int64, ...] = ()
 
 
 class HostCommands:

@@ -124,6 +124,7 @@ def test_a_second_training_of_one_process_in_an_ended_job_is_refused(monkeypatch
     parts = SimpleNamespace(
         handle=SimpleNamespace(finish=lambda *_: None, close=lambda: None),
         journal=SimpleNamespace(close=lambda: None),
+        durable=SimpleNamespace(await_last=lambda _: None),
     )
     named = {"job": "folds", "lighthouse": ("http://127.0.0.1:9",)}
     ended = SimpleNamespace(

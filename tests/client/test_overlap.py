@@ -1,5 +1,6 @@
 """Buckets are handed over when their gradients are final, and each later change of one is noticed."""
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
@@ -100,11 +101,16 @@ def test_what_is_final_during_backward_is_sent_and_stays_equal(one_rank, sharded
         lambda p: p.grad.mul_(2.0),
         lambda p: torch._foreach_mul_([p.grad], 2.0),
         lambda p: getattr(p.grad, "_local_tensor", p.grad).add_(1.0),
+        lambda p: getattr(p.grad, "_local_tensor", p.grad).data.mul_(2.0),
+        lambda p: np.multiply(array := getattr(p.grad, "_local_tensor", p.grad).numpy(), 2, out=array),
         lambda p: nn.utils.clip_grad_norm_([p], 1e-3),
         lambda p: setattr(p, "grad", p.grad.clone()),
         lambda p: setattr(p, "grad", None),
     ],
-    ids=["in place", "foreach", "this rank's part", "clipped", "another tensor", "none"],
+    ids=[
+        *("in place", "foreach", "this rank's part", "by .data", "by numpy"),
+        *("clipped", "another tensor", "none"),
+    ],
 )
 @pytest.mark.parametrize("when", ["backward", "order"])
 def test_each_change_after_a_gradient_was_sent_is_noticed(one_rank, sharded, change, when):

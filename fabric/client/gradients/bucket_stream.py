@@ -137,7 +137,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def _has_value(gradient: Any) -> bool:
     if type(gradient) is torch.Tensor and gradient.is_cpu and gradient.is_contiguous():
         # Nearly always the first bytes answer: a zero of any sign and type has these two bytes only.
-        first = ctypes.string_at(gradient.data_ptr(), min(gradient.nbytes, _FIRST_BYTES))
+        # ``data_ptr`` would ask for the memory in order to write (``SentGradients``).
+        address = _torch._C._data_address(gradient)  # noqa: SLF001
+        first = ctypes.string_at(address, min(gradient.nbytes, _FIRST_BYTES))
         if first.strip(b"\x00\x80"):
             return True
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
@@ -194,9 +196,9 @@ class BucketReadiness:
 class SentGradients:
     """The gradients of one order that were handed over; it notices when one of them changes later.
 
-    Gradients may share memory (FSDP2). Some operations on a sharded gradient change no version
-    (``torch._foreach_mul_``). So its memory gets a second owner once backward adds no more to it. Torch then
-    gives the first writer a copy of its own.
+    Gradients may share memory (FSDP2). Some writes change no version: by ``.data``, by numpy, and on a
+    sharded gradient by ``torch._foreach_mul_``. So a gradient's memory gets a second owner once backward adds
+    no more to it. Torch then gives the first writer a copy of its own.
     """
 
     def __init__(self) -> None:
@@ -247,7 +249,7 @@ class SentGradients:
 
     def _watch(self, gradient: torch.Tensor) -> None:
         memory = _memory(gradient)
-        if not hasattr(gradient, "device_mesh") or memory in self._watched:
+        if memory in self._watched:
             return
         part = local_part(gradient)
         try:

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -244,3 +245,32 @@ class TestStorageThatIsAwayForAMoment:
         with pytest.raises(IntegrityError):
             durable("/c").patiently(read)
         assert len(reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        ([(True, 7, "")], []),
+        ([(False, 5, ""), (True, 7, "")], []),
+        ([(False, 5, "step 7: away"), (False, 5, "step 7: away"), (True, 7, "")], ["waits for its last"]),
+        ([(True, 5, "step 7: read-only")], ["is not written: step 7: read-only"]),
+        ([(False, 5, "step 7: away"), (True, 5, "step 7: away")], ["waits for its last", "is not written"]),
+    ],
+    ids=["written", "slow", "away for a while", "fails at once", "given up"],
+)
+def test_a_trainer_ends_when_its_last_checkpoint_is_written_and_says_so_if_it_is_not(
+    tmp_path, monkeypatch, outcomes, said
+):
+    checkpoints, sentences, left = durable(str(tmp_path)), [], iter(outcomes)
+    monkeypatch.setattr(checkpoints, "_say", sentences.append)
+
+    def outcome():
+        idle, step, error = next(left)
+        return {"idle": idle, "generation": 1, "step": step, "error": error}
+
+    handle = SimpleNamespace(persist=lambda *_, **__: None, durable_outcome=outcome)
+    checkpoints.await_last(handle)  # it has ordered none
+    checkpoints.persist(handle, 7, 1)
+    checkpoints.await_last(handle)
+    assert list(left) == [] and len(sentences) == len(said)
+    assert all(part in sentence for part, sentence in zip(said, sentences, strict=True))

@@ -7,7 +7,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 from fabric.client.gradients.bucket_stream import Overlap
-from fabric.errors import RoundAborted
+from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import FlatGradients
 
 
@@ -21,8 +21,13 @@ def one_rank():
 class Loop:
     """A trainer's loop without a job. ``order`` makes one order, and returns what ``end_order`` said."""
 
-    def __init__(self, model: nn.Module, late: tuple = ()) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        late: tuple = (),
+        inputs: torch.Tensor = torch.ones(2, 4),  # noqa: B008
+    ) -> None:
+        self.model, self.inputs = model, inputs
         self.gradients = FlatGradients(
             [*model.named_parameters(), *late], bucket_bytes=1, late=[name for name, _ in late]
         )
@@ -48,7 +53,7 @@ class Loop:
     def order(self, *, micro_batches: int = 2, after=lambda: None, settle=lambda: None) -> str:
         for left in reversed(range(micro_batches)):
             with self.overlap.micro_batch(last=left == 0):
-                self.overlap.backward(len(self.announced), 1.0, self.model(torch.ones(2, 4)).sum().backward)
+                self.overlap.backward(len(self.announced), 1.0, self.model(self.inputs).sum().backward)
         after()
         self.gather_final()
         self.gradients.settle()
@@ -130,6 +135,13 @@ def test_each_change_after_a_gradient_was_sent_is_noticed(one_rank, sharded, cha
         hook.remove()
     announced = len(loop.announced)
     assert not loop.order() and len(loop.announced) == announced, "overlap is off from now on"
+
+
+def test_a_sparse_gradient_is_refused_where_it_is_gathered_and_not_in_backward():
+    table = nn.Embedding(8, 4, sparse=True)
+    loop = Loop(nn.Sequential(table, nn.Linear(4, 4), nn.Linear(4, 2)), inputs=torch.arange(2))
+    with pytest.raises(ConfigError, match="sparse"):
+        loop.order()
 
 
 def test_a_gradient_is_final_when_backward_has_added_to_it_as_often_as_before():

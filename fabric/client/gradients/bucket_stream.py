@@ -278,7 +278,12 @@ def _version(gradient: torch.Tensor | None) -> tuple[int, int]:
 
 def _memory(gradient: torch.Tensor | None) -> int:
     """Return the name of a gradient's memory. Its address would be asked for in order to write."""
-    return 0 if gradient is None else local_part(gradient).untyped_storage()._cdata  # noqa: SLF001
+    if gradient is None:
+        return 0
+    try:
+        return int(local_part(gradient).untyped_storage()._cdata)  # noqa: SLF001
+    except NotImplementedError:  # a sparse gradient, which is refused when it is gathered
+        return id(gradient)
 
 
 @dataclass(slots=True)

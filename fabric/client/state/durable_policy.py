@@ -56,6 +56,7 @@ class DurableCheckpoints:
         self._process = process
         self._last_s = time.monotonic()
         self._last_step = -1
+        self._ordered: tuple[int, int] | None = None  # generation and step that the server was to write last
         self.noticed = False  # whether this process has notice that it will be killed soon
 
     def find(self) -> tuple[SnapshotRef, ...] | None:
@@ -166,6 +167,7 @@ class DurableCheckpoints:
         except Refused as error:
             self._journal.write("durable", step=step, warning=str(error))
         else:
+            self._ordered = generation, step
             self._journal.write("durable", step=step, generation=generation)
 
     def await_written(self, handle: ServerHandle, step: int, generation: int) -> str:
@@ -183,15 +185,18 @@ class DurableCheckpoints:
 
     def await_last(self, handle: ServerHandle) -> None:
         """Wait for a checkpoint that the server still writes: it may end with this process's container."""
-        error = ""
+        if self._ordered is None:
+            return
+        has_said = False
         with suppress(FabricError):
-            while self._settings.durable and not (outcome := handle.durable_outcome())["idle"]:
-                if outcome["error"] and not error:
-                    error = str(outcome["error"])
-                    self._say(f"waits for its last durable checkpoint: {error}")
+            while not (outcome := handle.durable_outcome())["idle"]:
+                if outcome["error"] and not has_said:
+                    has_said = True
+                    self._say(f"waits for its last durable checkpoint: {outcome['error']}")
                 time.sleep(_WRITTEN_S)
-            if error and outcome["error"]:
-                self._say(f"its last durable checkpoint is not written: {outcome['error']}")
+            if (outcome["generation"], outcome["step"]) != self._ordered:
+                why = outcome["error"] or "its writer has ended"
+                self._say(f"its last durable checkpoint is not written: {why}")
 
     def patiently(self, read: Callable[[], T]) -> T:
         """Return ``read()``; call it again while storage is away, for as long as at the start.

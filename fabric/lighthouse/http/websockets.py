@@ -149,18 +149,18 @@ async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
             return True
         return take(text)
 
-    _read_fast(request, on_text)
+    _read_fast(request, connection, on_text)
     await _serve(place, socket, connection, on_text, lambda job: job.session_closed(connection))
     return socket
 
 
-def _read_fast(request: web.Request, on_text: Callable[[str], bool]) -> None:
-    """Let the fast path read this connection."""
+def _read_fast(request: web.Request, connection: MemberConnection, on_text: Callable[[str], bool]) -> None:
+    """Let the fast path read this connection; a peer that pings and reads no answer is cut."""
     transport = request.transport
     if transport is not None:
         library = transport.get_protocol()
         assert isinstance(library, asyncio.Protocol)
-        transport.set_protocol(FastFrames(library, on_text, transport.write))
+        transport.set_protocol(FastFrames(library, on_text, connection.send))
 
 
 async def trainer_status(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
@@ -188,7 +188,7 @@ async def trainer_status(request: web.Request, jobs: Jobs) -> web.WebSocketRespo
     def on_text(text: str) -> bool:
         return not connection.is_ending and take(text)
 
-    _read_fast(request, on_text)
+    _read_fast(request, connection, on_text)
     await _serve(
         place, socket, connection, on_text, lambda job: job.server_closed(connection), STATUS_SILENCE_S
     )

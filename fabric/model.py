@@ -468,6 +468,7 @@ class SpeedMeasurement:
     copy_s: float = 0.0  # mean seconds of one copy of memory; 0: it failed
     round_trip_s: float = 0.0  # least seconds of a round trip to the echoed peer; 0: it failed, or no echo
     bytes_per_s: float = 0.0  # of a transfer to the echoed peer; 0: no byte was acknowledged in time
+    interface: str = ""  # of the echo, with its speed and a faster one of the host; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)

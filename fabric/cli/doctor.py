@@ -40,6 +40,7 @@ from fabric.runtime.system_calls import (
     network_interfaces,
     open_pidfd,
     refused,
+    speeds_of,
 )
 from fabric.store import EtcdAccess, open_store
 
@@ -202,16 +203,14 @@ def _advertise(chosen: Settings) -> Finding:
 
 def _interface(hosts: str, addresses: set[str], interfaces: list[NetworkInterface]) -> Finding:
     """Name the interfaces that peers use, and a faster one that this host has."""
-    used = [x for x in interfaces if x.address in addresses]
-    over = ", ".join(f"{x.name} with {x.mbit_s} Mbit/s" for x in used if x.mbit_s > 0)
+    over, faster = speeds_of(addresses, interfaces)
     sentence = f"peers reach it at {hosts} ({', '.join(sorted(addresses))}{over and ' on ' + over})"
-    fastest = max(interfaces, key=lambda x: x.mbit_s, default=None)
-    if fastest is None or not used or fastest.mbit_s <= max(x.mbit_s for x in used) or not over:
+    if faster is None:
         return Finding("ok", sentence)
     return Finding(
         "warn",
-        f"{sentence}, and {fastest.name} at {fastest.address} has {fastest.mbit_s} Mbit/s",
-        f"if peers reach that too, set FABRIC_ADVERTISE={fastest.address}",
+        f"{sentence}, and {faster.name} at {faster.address} has {faster.mbit_s} Mbit/s",
+        f"if peers reach that too, set FABRIC_ADVERTISE={faster.address}",
     )
 
 

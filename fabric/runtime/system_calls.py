@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -155,3 +155,13 @@ def network_interfaces(net: Path = Path("/sys/class/net")) -> list[NetworkInterf
                 reply = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("40s", name.encode()))
                 interfaces.append(NetworkInterface(name, socket.inet_ntoa(reply[20:24]), speed))
     return interfaces
+
+
+def speeds_of(
+    addresses: Collection[str], interfaces: Sequence[NetworkInterface]
+) -> tuple[str, NetworkInterface | None]:
+    """Name the interfaces with these addresses and a known speed; return a faster one of the host too."""
+    used = [x for x in interfaces if x.address in addresses and x.mbit_s > 0]
+    fastest = max(interfaces, key=lambda x: x.mbit_s, default=None)
+    is_faster = fastest is not None and bool(used) and fastest.mbit_s > max(x.mbit_s for x in used)
+    return ", ".join(f"{x.name} with {x.mbit_s} Mbit/s" for x in used), fastest if is_faster else None

@@ -16,6 +16,7 @@ from fabric.client.control import link_echo
 from fabric.client.control.link_echo import ECHO_S, answer_echo, measure_echo, run_echo
 from fabric.errors import FabricError, ProtocolError, Unconnected
 from fabric.model import SpeedMeasurement
+from fabric.runtime.system_calls import NetworkInterface
 
 
 class Peer:
@@ -51,6 +52,21 @@ def test_a_living_peer_gives_a_round_trip_and_a_rate():
         result = measure_echo(7, sock)
     assert result.number == 7 and 0 < result.round_trip_s < ECHO_S and result.bytes_per_s > 1e5
     assert (result.product_s, result.copy_s) == (0.0, 0.0)
+
+
+def test_an_echo_says_over_which_interface_it_left_and_which_one_is_faster(monkeypatch):
+    interfaces = [NetworkInterface("lo", "127.0.0.1", 1000), NetworkInterface("eth1", "10.8.0.1", 25000)]
+    monkeypatch.setattr(link_echo, "network_interfaces", lambda: interfaces)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    answering = threading.Thread(target=counts, args=(far, 2**60), daemon=True)
+    answering.start()
+    with far:
+        with near:
+            result = measure_echo(7, near)
+        answering.join()
+    assert result.interface == "lo with 1000 Mbit/s (eth1 at 10.8.0.1 has 25000 Mbit/s)"
 
 
 def test_a_slow_link_shows_in_both_figures():

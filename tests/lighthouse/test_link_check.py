@@ -31,6 +31,17 @@ def test_the_sentence_has_both_links_with_their_figures():
     assert "20 kB/s" in judged((0.06, 2e4))[1] and "2.5 GB/s" in judged((0.06, 2.5e9))[1]
 
 
+def test_the_sentence_has_the_interface_of_each_link_where_it_is_known():
+    over = "eth0 with 1000 Mbit/s (eth1 at 10.8.0.1 has 25000 Mbit/s)"
+    suspect = LinkEcho("r0", "r1", SpeedMeasurement(7, 0, 0.0, 0.0, 0.06, 3e6, interface=over))
+    witness = LinkEcho("r2", "r0", SpeedMeasurement(7, 0, 0.0, 0.0, *GOOD, interface="eth1\n" * 99))
+    why = judge_link(suspect, witness)[1]
+    assert (
+        f"60 ms and 3 MB/s over {over}; from r2 to r0: a round trip of 0.4 ms and 900 MB/s over eth1" in why
+    )
+    assert "\n" not in why and len(why) < 600
+
+
 @pytest.mark.parametrize("own", [GOOD, (0.004, 600e6), (0.0001, 2000e6)])
 def test_a_link_like_the_witness_refutes_it(own):
     is_slow, why = judged(own)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from fabric.errors import FabricError, ProtocolError
 from fabric.model import SpeedMeasurement
 from fabric.protocol.messages.network import LARGE_BYTES
+from fabric.runtime.system_calls import network_interfaces, speeds_of
 
 CONNECT_S = 0.5  # seconds for the connection and its greeting
 ECHO_S = 0.5  # seconds for the round trips and the transfer together
@@ -63,7 +64,18 @@ def measure_echo(number: int, sock: socket.socket) -> SpeedMeasurement:
     """
     echo = _Echo(sock, time.monotonic() + ECHO_S)
     round_trip_s = echo.least_round_trip_s()
-    return SpeedMeasurement(number, round_trip_s=round_trip_s, bytes_per_s=echo.transfer(round_trip_s))
+    return SpeedMeasurement(
+        number,
+        round_trip_s=round_trip_s,
+        bytes_per_s=echo.transfer(round_trip_s),
+        interface=_interface(sock),
+    )
+
+
+def _interface(sock: socket.socket) -> str:
+    """Name the interface over which ``sock`` sends, and a faster one of this host; empty: not known."""
+    used, faster = speeds_of(sock.getsockname()[:1], network_interfaces())
+    return f"{used} ({faster.name} at {faster.address} has {faster.mbit_s} Mbit/s)" if faster else used
 
 
 async def answer_echo(sock: socket.socket) -> None:

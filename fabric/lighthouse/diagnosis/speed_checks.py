@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from fabric.health.localise import SLOW, Scope, Slowdown
-from fabric.model import SpeedMeasurement
+from fabric.model import SpeedMeasurement, printable, shortened
 from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage
 
 # Chooses the witness of a slow link between replicas, and judges the link by two echoes. Pure.
@@ -21,6 +21,7 @@ from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage
 SLOWER = 2.0
 # A round trip must be longer by this, because the other threads of a process delay its answers.
 LATE_S = 0.005
+_LONGEST = 120  # characters of a host's words about its interfaces
 _FEW = 6  # members among which a witness is looked for
 
 
@@ -41,11 +42,13 @@ class LinkEcho:
     def words(self) -> str:
         """The figures, for people."""
         trip = f"a round trip of {self.measured.round_trip_s * 1e3:.3g} ms"
+        over = shortened(printable(self.measured.interface), _LONGEST)
+        over = over and f" over {over}"
         if not self.measured.bytes_per_s:
-            return f"{trip} and no byte of a transfer in time"
+            return f"{trip} and no byte of a transfer in time{over}"
         rate, units = self.measured.bytes_per_s, ((1e9, "GB/s"), (1e6, "MB/s"))
         unit, name = next((x for x in units if rate >= x[0]), (1e3, "kB/s"))
-        return f"{trip} and {rate / unit:.4g} {name}"
+        return f"{trip} and {rate / unit:.4g} {name}{over}"
 
 
 def witness_link(

@@ -50,15 +50,22 @@ class Loop:
             found += [name for name, _ in bucket.parameters]
         return found
 
-    def order(self, *, micro_batches: int = 2, after=lambda: None, settle=lambda: None) -> str:
+    def order(
+        self, *, micro_batches: int = 2, after=lambda: None, settle=lambda: None, chunks=0, weight=1.0
+    ) -> str:
+        """``chunks``: so many backward passes in each micro-batch, as of a pipeline schedule, that no call of
+        ``step.backward`` announces."""
         for left in reversed(range(micro_batches)):
-            with self.overlap.micro_batch(last=left == 0):
-                self.overlap.backward(len(self.announced), 1.0, self.model(self.inputs).sum().backward)
+            with self.overlap.micro_batch(step := len(self.announced), last=left == 0):
+                for _ in range(chunks):
+                    self.model(self.inputs).sum().backward()
+                if not chunks:
+                    self.overlap.backward(step, 1.0, self.model(self.inputs).sum().backward)
         after()
         self.gather_final()
         self.gradients.settle()
         settle()
-        return self.overlap.end_order()
+        return self.overlap.end_order(weight)
 
     def holds(self) -> bool:
         """Whether what was sent are the gradients as they are now."""
@@ -77,11 +84,11 @@ def layers(sharded: bool) -> nn.Sequential:
     return model
 
 
-def final_during_backward(loop: Loop) -> list[str]:
+def final_during_backward(loop: Loop, chunks: int = 0) -> list[str]:
     """Return the parameters whose buckets are final when backward is at the model's second layer."""
     found: list[list[str]] = []
     hook = loop.model[2].register_full_backward_hook(lambda *_: found.append(loop.gather_final()))
-    assert not loop.order()
+    assert not loop.order(chunks=chunks)
     hook.remove()
     return found[-1]
 
@@ -137,6 +144,38 @@ def test_each_change_after_a_gradient_was_sent_is_noticed(one_rank, sharded, cha
     assert not loop.order() and len(loop.announced) == announced, "overlap is off from now on"
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp2"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_what_other_code_than_fabric_adds_is_sent_when_it_is_final(one_rank, sharded, micro_batches):
+    loop = Loop(layers(sharded))
+    assert not loop.order(micro_batches=micro_batches, chunks=3) and not loop.announced[1:]
+    for _ in range(3):
+        loop.model.zero_grad()
+        assert final_during_backward(loop, chunks=3)[:2] == ["3.bias", "3.weight"]
+        assert loop.holds()
+        assert not loop.order(micro_batches=micro_batches, chunks=3) and loop.holds()
+    assert loop.overlap._usable and len(loop.announced) >= 6
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"chunks": 4, "micro_batches": 1},
+        {"after": lambda loop: loop.model[3].weight.grad.mul_(2.0)},
+        {"after": lambda loop: loop.model[0].weight.grad.data.mul_(2.0)},
+        {"weight": 0.0},
+    ],
+    ids=["one more addition", "in place", "by .data", "no weight"],
+)
+def test_each_change_of_what_other_code_has_added_is_noticed(one_rank, how):
+    loop = Loop(layers(False))
+    assert not loop.order(chunks=3)
+    after = how.pop("after", lambda _: None)
+    assert "was changed" in loop.order(**{"chunks": 3, **how}, after=lambda: after(loop))
+    announced = len(loop.announced)
+    assert not loop.order(chunks=3) and len(loop.announced) == announced, "overlap is off from now on"
+
+
 def test_a_sparse_gradient_is_refused_where_it_is_gathered_and_not_in_backward():
     table = nn.Embedding(8, 4, sparse=True)
     loop = Loop(nn.Sequential(table, nn.Linear(4, 4), nn.Linear(4, 2)), inputs=torch.arange(2))
@@ -181,9 +220,9 @@ def test_an_addition_that_ddp_reports_once_more_than_before_is_noticed():
     loop.overlap.unwatch()
     parameters = list(loop.model.parameters())
     for reported in (parameters, [*parameters, parameters[0]]):
-        loop.overlap.micro_batch(last=reported is not parameters)
+        loop.overlap.micro_batch(0, last=reported is not parameters)
         loop.overlap.backward(0, 1.0, lambda r=reported: [loop.overlap.ready(p, version=False) for p in r])
-    assert loop.announced and "was changed" in loop.overlap.end_order()
+    assert loop.announced and "was changed" in loop.overlap.end_order(1.0)
 
 
 def test_late_values_are_final_when_the_order_ends():
@@ -206,9 +245,9 @@ def test_late_values_are_final_when_the_order_ends():
 
 def test_an_abort_ends_the_waits_of_its_epoch_and_not_of_a_later_one():
     loop = Loop(layers(False))
-    loop.overlap.micro_batch(last=False)
+    loop.overlap.micro_batch(0, last=False)
     loop.overlap.backward(0, 1.0, lambda: None)
-    loop.overlap.micro_batch(last=True)
+    loop.overlap.micro_batch(0, last=True)
     bucket = loop.gradients.buckets[0]
 
     def last_backward() -> None:

@@ -198,16 +198,16 @@ def test_a_bucket_is_exchanged_on_a_device_while_backward_computes_the_next(chan
 
     for _, parameter in gradients.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    overlap.micro_batch(last=False)
+    overlap.micro_batch(4, last=False)
     overlap.backward(4, 1.0, lambda: None)
-    overlap.micro_batch(last=True)
+    overlap.micro_batch(4, last=True)
     overlap.backward(4, 1.0, backward)
     if changed:
         with torch.no_grad():
             model[0].weight.grad.mul_(1.0)
     assert over.wait(30) and isinstance(posted[0], io.Exchanged)
     # torch counts the writes that the device makes late here, so the versions tell nothing without a change
-    assert not changed or "was changed after the last backward" in overlap.end_order()
+    assert not changed or "was changed after the last backward" in overlap.end_order(1.0)
     slot = slots.find(4)
     slot.settle()
     for number, bucket in enumerate(gradients.buckets):

@@ -71,6 +71,7 @@ def test_ranks_with_devices_digest_their_parts_there(zygote, tmp_path):
         ("proven", "fsdp2", 2, "float32"),
         ("proven", "fsdp2", 2, "int8"),
         ("handed over", "fsdp2_tensor_parallel", 4, "float32"),
+        ("handed over", "pipeline", 2, "float32"),
         ("changed@3", "fsdp2", 2, "float32"),
     ],
 )

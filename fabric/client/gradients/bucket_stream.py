@@ -3,13 +3,15 @@
 The exchange starts while backward still runs: each bucket is exchanged as soon as its gradients are final.
 
 A gradient is final once the last backward of a step's last micro-batch has added to it. To predict the last
-backward, this module counts the ``step.backward`` calls of the micro-batch before. User code may change a
-gradient after it was handed over (one more backward, clipping within the micro-batch). This module notices
-the change before any member can commit: this round is redone and all later rounds run without overlap.
+backward, this module counts the ``step.backward`` calls of the micro-batch before. Where other code calls
+backward, such as a pipeline schedule, it counts that micro-batch's additions to each gradient. User code may
+change a gradient after it was handed over (one more backward, clipping within the micro-batch). This module
+notices the change before any member can commit: this round is redone, all later ones run without overlap.
 """
 
 import contextlib
 import ctypes
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -301,13 +303,20 @@ class Overlap:
     parameters call ``ready``. After ``unwatch`` the caller calls it instead (DDP).
 
     A backward pass may add to one gradient several times. So a gradient is final when this backward has added
-    to it as often as the last backward of the micro-batch before. Late buckets are final when the order ends.
-    So are gradients whose partial sums the replica's ranks add up then.
+    to it as often as the last backward of the micro-batch before. Where no ``step.backward`` ran in that one,
+    all of its additions count. Late buckets are final when the order ends. So are gradients whose partial
+    sums the replica's ranks add up then.
     """
 
     def __init__(
-        self, gradients: FlatGradients, announce: Callable[[int, float], None], wanted: bool = True
+        self,
+        gradients: FlatGradients,
+        announce: Callable[[int, float], None],
+        wanted: bool = True,
+        fewest_buckets: int = 2,
     ) -> None:
+        """``fewest_buckets``: with fewer no gradient is final before backward ends. Several ranks begin together,
+        so each takes part with one."""
         self.stream: BucketReadiness | None = None
         # A context manager around each micro-batch except the last: DDP's no_sync.
         self.without_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -319,15 +328,18 @@ class Overlap:
         self._parameters = [p for bucket in self._buckets for _, p in bucket.parameters]
         self._bucket_of = {id(p): bucket for bucket in self._buckets for _, p in bucket.parameters}
         self._announce = announce
-        self._usable = wanted and len(self._buckets) > 1  # a single bucket is final only after backward
+        self._usable = wanted and len(self._buckets) >= fewest_buckets
         self._backwards_per_micro_batch = 0  # number of backward passes in the previous micro-batch
         self._weight = 0.0  # sum of the weights of this order's backward passes so far
+        self._announced = 0.0  # the weight of this order that the core was told
+        self._step = 0
         self._calls = 0
         self._last = False
         self._running = False
         # How often a backward pass has added to each gradient: this one, and the one that it is like.
         self._additions: dict[int, int] = {}
         self._expected: dict[int, int] = {}
+        self._expected_else: float = math.inf  # to a gradient to which the one before has not added
         self._due: dict[int, _DueBucket] = {}  # by its begin
         self._sent = SentGradients()
         self._hooks = [
@@ -342,10 +354,12 @@ class Overlap:
             hook.remove()
         self._hooks.clear()
 
-    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[object]:
+    def micro_batch(self, step: int, last: bool) -> contextlib.AbstractContextManager[object]:
         """Enclose the user's work on one micro-batch. ``last``: it is the last micro-batch of its order."""
         self._backwards_per_micro_batch, self._calls, self._last = self._calls, 0, last
-        self._expected = self._additions
+        self._expected, self._additions = self._additions, {}
+        self._expected_else = 1 if self._backwards_per_micro_batch else math.inf
+        self._step = step
         return _NOTHING if last else self.without_sync()
 
     def backward(self, step: int, weight: float, run: Callable[[], None]) -> None:
@@ -358,19 +372,34 @@ class Overlap:
         is_last = self._usable and self._last and self.stream is None
         is_last = is_last and self._calls == self._backwards_per_micro_batch and self.may_begin()
         if is_last:
-            self._begin(step)
+            self._begin(step, self._weight)
         run()
         if is_last:
             self._end()
         if self.stale is not None:
             self.stale.added()
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, weight: float) -> None:
+        self._announced = weight
         self.stream = BucketReadiness()
         self._due = {x.begin: _DueBucket(len(x.parameters), self._own_stream()) for x in self._buckets}
         self._sent.begin(self._parameters)
         self._running = True
-        self._announce(step, self._weight)
+        self._announce(step, weight)
+
+    def _begins_by_other_code(self) -> bool:
+        """Whether code other than ``step.backward`` adds the first gradient of an order's last micro-batch.
+
+        On a device the hooks run in a thread that may not announce it.
+        """
+        return (
+            self._last
+            and self.stream is None
+            and self._calls == self._backwards_per_micro_batch == 0
+            and bool(self._hooks and self._expected)
+            and self.stream_of_thread is None
+            and self.may_begin()
+        )
 
     def _end(self) -> None:
         self._running = False
@@ -395,11 +424,13 @@ class Overlap:
         if (bucket := self._bucket_of.get(key := id(parameter))) is None:
             return
         times = self._additions[key] = self._additions.get(key, 0) + 1
+        if self._begins_by_other_code():
+            self._begin(self._step, 1.0)  # its weight is said later
         if not self._running or self.stream is None:
             return
         due = self._due[bucket.begin]
         due.streams |= self._own_stream()
-        expected = self._expected.get(key, 1)
+        expected = self._expected.get(key, self._expected_else)
         if version:
             self._sent.note_addition(parameter, times == expected)
         if times > expected:
@@ -409,16 +440,18 @@ class Overlap:
             if due.missing == 0:
                 self.stream.finish(bucket, tuple(stream.record() for stream in due.streams))
 
-    def end_order(self) -> str:
-        """End an order whose micro-batches are computed.
+    def end_order(self, weight: float) -> str:
+        """End an order whose micro-batches are computed, and have this weight.
 
         Return why a gradient has changed since it was handed over, or an empty string.
         """
         self._weight = 0.0
         if (stream := self.stream) is None:
             return ""
+        if self._running and not self._calls:
+            self._end()  # other code has called backward
         self.stream = None
-        changed = self._sent.end(self._parameters) or self._running
+        changed = self._sent.end(self._parameters) or self._running or weight == 0 < self._announced
         self._running = False
         stream.finish_all(tuple(own.record() for own in self._own_stream()))
         if not changed:

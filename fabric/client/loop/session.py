@@ -144,6 +144,7 @@ class Session(LoopCalls):
                 isinstance(parts.exchange.backend, HostBackend)
                 or (process.group is None and not (parts.buffers.stand_ins or parts.own_states.stand_ins))
             ),
+            fewest_buckets=2 if process.group is None else 1,
         )
         self.overlap.may_begin = self._engine.may_be_asked
         self.overlap.stream_of_thread = parts.exchange.backend.stream_of_thread
@@ -287,7 +288,7 @@ class Session(LoopCalls):
                 step.weight.begin(loader.count(at, micro_batch))
                 is_first = order is self._first_order and left == 1 - len(filled)
                 watched = stale.micro_batch(is_first, len(filled) == 1, not self.settings.retain_gradients)
-                with watched, self.overlap.micro_batch(last=left == 0):
+                with watched, self.overlap.micro_batch(step.number, last=left == 0):
                     yield batch
                 self._clock.count(micro_batch, step.weight.take_work(len(samples)))
             crash_marker.clear()
@@ -467,7 +468,7 @@ class Session(LoopCalls):
             self._parts.own_states.contribute()
         metrics = finite(self._progress.metrics)
         self._progress.metrics.clear()
-        redo = self.overlap.end_order()
+        redo = self.overlap.end_order(weight)
         self._parts.exchange.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
         self._state.settle()

@@ -114,7 +114,7 @@ class KeptGradient:
 
     have: set[int] = field(default_factory=set)  # kept micro-batches, and those under way
     computing: tuple[int, ...] = ()  # the micro-batches that the main thread is adding
-    streaming: float = 0.0  # the final weight, while the last backward is under way; 0 before
+    streaming: float = 0.0  # positive while the last backward is under way
     weight: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     stale: bool = False  # drop the gradient when the main thread has finished adding

@@ -55,7 +55,7 @@ class Streaming:
     """
 
     step: Int64
-    weight: float  # the weight of the micro-batches that the trainer computes now
+    weight: float  # of the micro-batches under way; any positive one where it is said later
 
 
 @dataclass(frozen=True, slots=True)

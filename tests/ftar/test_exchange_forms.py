@@ -1,6 +1,7 @@
 """Elements that travel in fewer bytes: the documented bits, equal on all members, and bounded errors."""
 
 from collections.abc import Sequence
+from concurrent.futures import as_completed
 
 import numpy as np
 import pytest
@@ -242,7 +243,11 @@ def outcomes_where_one_leaves(
     reduction: Reduction,
     chunk_bytes: int,
 ) -> list[BaseException | None]:
-    """Let member 1 close its plane at one of its pieces, as a killed process does: its sockets end."""
+    """Let member 1 close its plane at one of its pieces, as a killed process does: its sockets end.
+
+    A member whose exchange has ended passes no notice on. So the others hear of the first abort as in a job,
+    where the control plane tells them.
+    """
     arrived: list[int] = []
 
     def leave(step: int) -> None:
@@ -254,7 +259,11 @@ def outcomes_where_one_leaves(
     members.planes[1] = CpuRing(chunk_bytes=chunk_bytes, on_piece=leave)
     members.install(1)
     futures = members.start(1, 1, {i: x.clone() for i, x in enumerate(inputs)}, None, reduction)
-    outcomes = [future.exception(WAIT_S) for future in futures.values()]
+    for future in as_completed(futures.values(), WAIT_S):
+        if future.exception() is not None:
+            for plane in members.planes.values():
+                plane.abort(1, "m1 is gone", "m1")
+    outcomes = [future.exception() for future in futures.values()]
     members.planes[1] = CpuRing(chunk_bytes=chunk_bytes)
     return outcomes
 

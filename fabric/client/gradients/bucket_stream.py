@@ -296,6 +296,38 @@ class _DueBucket:
     streams: set[CudaStream]
 
 
+class BackwardCount:
+    """How often backward ran, and added to each gradient: in this micro-batch, and in the one before."""
+
+    def __init__(self) -> None:
+        self.calls = self.calls_before = 0  # of ``step.backward``
+        self._additions: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+
+    def begin_micro_batch(self) -> None:
+        self.calls_before, self.calls = self.calls, 0
+        self._before, self._additions = self._additions, {}
+
+    def begin_backward(self) -> None:
+        """Begin a call of ``step.backward``. Only the additions of a micro-batch's last one count."""
+        self.calls += 1
+        self._additions = {}
+
+    def add(self, key: int) -> int:
+        """Count an addition to the gradient ``key``; return how many there were."""
+        self._additions[key] = self._additions.get(key, 0) + 1
+        return self._additions[key]
+
+    def expected(self, key: int) -> float:
+        """Return how many additions make the gradient ``key`` final; infinity where nothing tells."""
+        return self._before.get(key, 1 if self.calls_before else math.inf)
+
+    @property
+    def is_other_code(self) -> bool:
+        """Whether code other than ``step.backward`` adds gradients, now and in the micro-batch before."""
+        return self.calls == self.calls_before == 0 and bool(self._before)
+
+
 class Overlap:
     """The main thread's side: finds the last backward of an order and hands over its final gradients.
 
@@ -315,8 +347,8 @@ class Overlap:
         wanted: bool = True,
         fewest_buckets: int = 2,
     ) -> None:
-        """``fewest_buckets``: with fewer no gradient is final before backward ends. Several ranks begin together,
-        so each takes part with one."""
+        """``fewest_buckets``: with fewer no gradient is final before backward ends. Several ranks begin
+        together, so each takes part with one."""
         self.stream: BucketReadiness | None = None
         # A context manager around each micro-batch except the last: DDP's no_sync.
         self.without_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -329,17 +361,12 @@ class Overlap:
         self._bucket_of = {id(p): bucket for bucket in self._buckets for _, p in bucket.parameters}
         self._announce = announce
         self._usable = wanted and len(self._buckets) >= fewest_buckets
-        self._backwards_per_micro_batch = 0  # number of backward passes in the previous micro-batch
         self._weight = 0.0  # sum of the weights of this order's backward passes so far
         self._announced = 0.0  # the weight of this order that the core was told
         self._step = 0
-        self._calls = 0
+        self._count = BackwardCount()
         self._last = False
         self._running = False
-        # How often a backward pass has added to each gradient: this one, and the one that it is like.
-        self._additions: dict[int, int] = {}
-        self._expected: dict[int, int] = {}
-        self._expected_else: float = math.inf  # to a gradient to which the one before has not added
         self._due: dict[int, _DueBucket] = {}  # by its begin
         self._sent = SentGradients()
         self._hooks = [
@@ -356,21 +383,18 @@ class Overlap:
 
     def micro_batch(self, step: int, last: bool) -> contextlib.AbstractContextManager[object]:
         """Enclose the user's work on one micro-batch. ``last``: it is the last micro-batch of its order."""
-        self._backwards_per_micro_batch, self._calls, self._last = self._calls, 0, last
-        self._expected, self._additions = self._additions, {}
-        self._expected_else = 1 if self._backwards_per_micro_batch else math.inf
-        self._step = step
+        self._count.begin_micro_batch()
+        self._step, self._last = step, last
         return _NOTHING if last else self.without_sync()
 
     def backward(self, step: int, weight: float, run: Callable[[], None]) -> None:
         """Let ``run`` do one backward pass, which adds a gradient of this ``weight``."""
         if self.stale is not None:
             self.stale.begin(step)
-        self._calls += 1
+        self._count.begin_backward()
         self._weight += weight
-        self._additions = {}
         is_last = self._usable and self._last and self.stream is None
-        is_last = is_last and self._calls == self._backwards_per_micro_batch and self.may_begin()
+        is_last = is_last and self._count.calls == self._count.calls_before and self.may_begin()
         if is_last:
             self._begin(step, self._weight)
         run()
@@ -395,8 +419,8 @@ class Overlap:
         return (
             self._last
             and self.stream is None
-            and self._calls == self._backwards_per_micro_batch == 0
-            and bool(self._hooks and self._expected)
+            and self._count.is_other_code
+            and bool(self._hooks)
             and self.stream_of_thread is None
             and self.may_begin()
         )
@@ -423,14 +447,14 @@ class Overlap:
         """
         if (bucket := self._bucket_of.get(key := id(parameter))) is None:
             return
-        times = self._additions[key] = self._additions.get(key, 0) + 1
+        times = self._count.add(key)
         if self._begins_by_other_code():
             self._begin(self._step, 1.0)  # its weight is said later
         if not self._running or self.stream is None:
             return
         due = self._due[bucket.begin]
         due.streams |= self._own_stream()
-        expected = self._expected.get(key, self._expected_else)
+        expected = self._count.expected(key)
         if version:
             self._sent.note_addition(parameter, times == expected)
         if times > expected:
@@ -448,7 +472,7 @@ class Overlap:
         self._weight = 0.0
         if (stream := self.stream) is None:
             return ""
-        if self._running and not self._calls:
+        if self._running and not self._count.calls:
             self._end()  # other code has called backward
         self.stream = None
         changed = self._sent.end(self._parameters) or self._running or weight == 0 < self._announced

@@ -18,8 +18,10 @@ PURE := tests/protocol tests/sim tests/mutants
 JOBS := $(wildcard tests/integration/test_*.py)
 # These whole jobs run in a lane of their own, so that no lane ends long after the others.
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
-	accelerate act adopted_frameworks adopted_scripts collectives demo drill launched_jobs layouts \
+	accelerate act adopted_frameworks adopted_scripts collectives demo drill hosts launched_jobs layouts \
 	lightning outer_steps scraped_job slow_links slow_replica torchft_scripts transformers unequal)
+# These parts follow the worlds, for the same reason.
+LATE_PARTS := tests/ckpt_server tests/conformance
 EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
 # `make test` leaves out the tests with the mark `long`, each of which names a cheaper test that stays.
 SHORT := -m 'not long'
@@ -95,12 +97,13 @@ quick: setup
 	test -z "$$failed"
 
 # Four runs side by side: tests of whole jobs (two lanes) wait much of their time, those of the parts some of it, and
-# the simulator's worlds, at a low priority, only need a processor. Thousands of processes are started, so what is
-# compiled is kept, whatever the shell says.
+# the simulator's worlds, at a low priority, only need a processor; further parts follow them. Thousands of processes
+# are started, so what is compiled is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup etcd chromium prometheus helm
-	@nice -n 10 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
-	$(PYTEST) $(SHORT) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
+	@(trap 'kill $$!; exit 1' TERM; nice -n 10 $(PYTEST) -p no:cacheprovider $(PURE) & wait $$! && code=0 || code=1; \
+		$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_PARTS) & wait $$! && exit $$code) > .worlds.log 2>&1 & worlds=$$!; \
+	$(PYTEST) $(SHORT) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(LATE_PARTS) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
 	$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_JOBS) > .late.log 2>&1 & late=$$!; \
 	($(LINT)) > .lint.log 2>&1 & lint=$$!; \
 	trap "kill $$worlds $$parts $$late $$lint" INT TERM; failed=; \

@@ -4,6 +4,7 @@
     python benchmarks/faults.py --joins 5     # kills and joins alone, phase by phase
     python benchmarks/faults.py --unequal 3   # beside a replica of another layout of ranks
     python benchmarks/faults.py --restored 3  # kills after the store was restored from an older copy
+    python benchmarks/faults.py --hosts 3     # a replica of two hosts loses a rank, and a host
 
 Three replicas of 84 million float32 parameters with AdamW (1.0 GB of state, 336 MB of gradients), default
 settings, one lighthouse on SQLite, everything on this machine. The compute phase stands for a device: a timer
@@ -38,6 +39,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import common
+import faults_hosts
 import faults_joins
 import faults_torchft
 import faults_unequal
@@ -170,12 +172,15 @@ def main() -> None:
     parser.add_argument("--joins", type=int, metavar="N", help="only so many kills and joins, by phase")
     parser.add_argument("--unequal", type=int, metavar="N", help="only so many kills of unequal replicas")
     parser.add_argument("--restored", type=int, metavar="N", help="only so many kills past a restored store")
+    parser.add_argument("--hosts", type=int, metavar="N", help="only so many rounds with two hosts")
     asked = parser.parse_args()
     common.begin()
     if asked.restored:
         past_restored_stores(asked.restored)
-    elif asked.unequal:
-        figures = faults_unequal.compare(asked.unequal)
+    elif asked.unequal or asked.hosts:
+        figures = (
+            faults_unequal.compare(asked.unequal) if asked.unequal else faults_hosts.measure(asked.hosts)
+        )
         common.finish({key: round(value, 4) for key, value in figures.items()})
     elif asked.joins:
         joins_alone(asked.joins)

@@ -11,6 +11,7 @@ import signal
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,11 @@ def settle(job: LaunchedJob) -> None:
     job.wait_for(together, "steps of both replicas", PATIENCE_S)
 
 
-def kill_and_join(job: LaunchedJob) -> tuple[float, float]:
-    """Kill rank 1 of r1 and wait for its return; return the seconds of the stall and of the join."""
+def kill_and_join(job: LaunchedJob, kill: Callable[[], None]) -> tuple[float, float]:
+    """Kill something of r1 and wait for its return; return the seconds of the stall and of the join."""
     settle(job)
     before, killed_at = len(commits(job)), commits(job)[-1]["t"]
-    os.kill(job.pid("r1", 1), signal.SIGKILL)
+    kill()
     step = commits(job)[before - 1]["step"]
     job.wait_for(
         lambda: [x for x in commits(job, "r1") if x["contributed"] and x["t"] > killed_at + 1.0],
@@ -78,7 +79,11 @@ def measure(zygote: Zygote, ranks: int, kills: int) -> list[tuple[float, float]]
         job.trainer = "relayout_trainer.py"
         launch(job, "r0", ranks)
         launch(job, "r1", 2)
-        return [kill_and_join(job) for _ in range(kills)]
+
+        def kill() -> None:
+            os.kill(job.pid("r1", 1), signal.SIGKILL)
+
+        return [kill_and_join(job, kill) for _ in range(kills)]
 
 
 def compare(kills: int) -> dict[str, float]:

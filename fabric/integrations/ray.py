@@ -1,4 +1,4 @@
-"""``run``: a job of fabric in a Ray cluster, with one actor per replica. docs/adopt/ray.md.
+"""``run``: a job of fabric in a Ray cluster, with an actor per replica, or per node of it. docs/adopt/ray.md.
 
 Ray places the actors, and starts an actor that died again, on another node if its node is gone. The process
 of an actor is its replica's trainer, or the parent of `fabric launch`. The caller's process watches for nodes
@@ -47,6 +47,7 @@ def run(
     work: Callable[[], Any] | Sequence[str],
     *,
     replicas: int | str,
+    nodes: int = 1,
     resources: Mapping[str, float] | None = None,
     lighthouse: str = "",
     job: str = "",
@@ -56,9 +57,10 @@ def run(
     """Run a job in the Ray cluster to its end; return what ``work`` returned in each replica, or None.
 
     ``work`` is a function that trains with ``fabric.client``, or the words after `fabric launch`, such as
-    ``["--ranks", "4", "train.py"]``. ``replicas`` is as FABRIC_REPLICAS. ``resources`` are those of one
-    replica, such as ``{"CPU": 8, "GPU": 1}``; ``strategy`` is that of Ray's placement group. Without
-    ``lighthouse``, the URLs of the lighthouses, the job has a lighthouse in a named actor on this node.
+    ``["--ranks", "4", "train.py"]``. ``replicas`` is as FABRIC_REPLICAS. A replica has ``nodes`` actors, each
+    with a launcher of its own. ``resources`` are those of one actor, such as ``{"CPU": 8, "GPU": 1}``;
+    ``strategy`` is that of Ray's placement group. Without ``lighthouse``, the URLs of the lighthouses, the
+    job has a lighthouse in a named actor on this node.
 
     The replicas get the FABRIC_* variables of this process. Raises ConfigError for what cannot be used, and
     FabricError if no replica has finished.
@@ -66,6 +68,8 @@ def run(
     check_version("ray", LEAST, TESTED)
     if not callable(work) and (isinstance(work, str) or not work):
         raise ConfigError('the work is a function, or a list of words such as ["train.py", "--lr", "0.1"]')
+    if callable(work) and nodes > 1:
+        raise ConfigError("a replica of several nodes is started by `fabric launch`: give a list of words")
     given = {
         "FABRIC_JOB": job,
         "FABRIC_REPLICAS": str(replicas),
@@ -88,28 +92,30 @@ def run(
             environment["FABRIC_LIGHTHOUSE"] = stack.enter_context(_lighthouse(chosen.job, token))
         urls = tuple(environment["FABRIC_LIGHTHOUSE"].split(","))
         count = config.parse_replicas(chosen.replicas)[1]
-        group = placement_group([dict(resources or {"CPU": 1})] * count, strategy=strategy)
+        group = placement_group([dict(resources or {"CPU": 1})] * (count * nodes), strategy=strategy)
         stack.callback(remove_placement_group, group)
-        actors = [_replica(i, group, environment, token) for i in range(count)]
-        return _RayJob(work, actors, group, Lighthouses(urls, chosen.job, token, chosen.tls)).wait()
+        actors = [_actor(i, nodes, group, environment, token) for i in range(count * nodes)]
+        return _RayJob(work, nodes, actors, group, Lighthouses(urls, chosen.job, token, chosen.tls)).wait()
 
 
 @dataclass(slots=True)
 class _RayJob:
-    """The replicas of a job until they have ended."""
+    """The actors of a job until they have ended; each replica has ``nodes`` of them in a row."""
 
     work: Callable[[], Any] | Sequence[str]
+    nodes: int
     actors: list[Any]
     group: Any
     lighthouses: Lighthouses
-    running: dict[Any, int] = field(default_factory=dict)  # the call of each replica that has not ended
-    results: dict[int, Any] = field(default_factory=dict)  # what finished replicas returned
+    running: dict[Any, int] = field(default_factory=dict)  # the call of each actor that has not ended
+    results: dict[int, Any] = field(default_factory=dict)  # what finished actors returned
     failures: dict[int, str] = field(default_factory=dict)
-    asked: dict[int, str] = field(default_factory=dict)  # replica -> the node that it was last asked to leave
-    drained: dict[int, str] = field(default_factory=dict)  # replica -> the node that it leaves
+    asked: dict[int, str] = field(default_factory=dict)  # actor -> the node that it was last asked to leave
+    drained: dict[int, str] = field(default_factory=dict)  # actor -> the node that it leaves
+    followers: set[int] = field(default_factory=set)  # actors whose replica leaves another actor's node
 
     def wait(self) -> list[Any]:
-        """Wait until all replicas have ended, but for no replica without a node once another has finished."""
+        """Wait until all actors have ended, but for no actor without a node once another has finished."""
         for index in range(len(self.actors)):
             self._start(index)
         while self.running and not (self.results and self._are_lost()):
@@ -118,69 +124,85 @@ class _RayJob:
                 self._note_end(call, self.running.pop(call))
             self._drain()
         if not self.results:
-            why = "; ".join(f"r{index}: {failure}" for index, failure in sorted(self.failures.items()))
+            why = "; ".join(f"{self._replica(i)}: {failure}" for i, failure in sorted(self.failures.items()))
             raise FabricError(f"no replica of job {self.lighthouses.job} has finished: {why}")
-        return [self.results.get(index) for index in range(len(self.actors))]
+        return [self.results.get(index) for index in range(0, len(self.actors), self.nodes)]
+
+    def _replica(self, index: int) -> str:
+        return f"r{index // self.nodes}"
 
     def _start(self, index: int) -> None:
-        self.running[self.actors[index].train.remote(self.work)] = index
+        work = self.work
+        if self.nodes > 1 and not callable(work):
+            work = ["--nodes", str(self.nodes), "--node", str(index % self.nodes), *work]
+        self.running[self.actors[index].train.remote(work)] = index
 
     def _note_end(self, call: Any, index: int) -> None:
         try:
             left, result = ray.get(call)
         except ray.exceptions.RayError as error:
             self.failures[index] = str(getattr(error, "cause", None) or error)
-            _log.error("replica r%d has failed: %s", index, self.failures[index])
+            _log.error("replica %s has failed: %s", self._replica(index), self.failures[index])
             return
-        if left and left == self.drained.get(index):
+        if index in self.followers:
+            self.followers.discard(index)
+            self._start(index)
+        elif left and left == self.drained.get(index):
             # Ray starts the actor again where it has room, and not on a node that it drains.
             ray.kill(self.actors[index], no_restart=False)
             self._start(index)
         else:
             self.results[index] = result
 
-    def _nodes(self) -> dict[int, str]:
-        """Return the node of each replica."""
+    def _places(self) -> dict[int, str]:
+        """Return the node of each actor."""
         return dict(placement_group_table(self.group)["bundles_to_node_id"])
 
     def _are_lost(self) -> bool:
-        """Return whether each replica that runs waits for a node."""
+        """Return whether each actor that runs waits for a node."""
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        nodes = {index: node for index, node in self._nodes().items() if node in living}
+        nodes = {index: node for index, node in self._places().items() if node in living}
         return all(nodes.get(index) in (None, self.drained.get(index)) for index in self.running.values())
 
     def _drain(self) -> None:
         """Let the replicas on nodes that Ray drains leave the job in order."""
         leaving = _leaving_nodes()
-        nodes = self._nodes() if leaving else {}
+        nodes = self._places() if leaving else {}
         for index in self.running.values():
             node = nodes.get(index, "")
             if node in leaving and self.asked.get(index) != node:
                 self._ask(index, node)
+                first = index - index % self.nodes
+                if self.drained.get(index) == node:
+                    replica = range(first, first + self.nodes)
+                    self.followers |= {i for i in replica if nodes.get(i) not in leaving}
 
     def _ask(self, index: int, node: str) -> None:
-        order = {"replica": f"r{index}", "who": "Ray", "why": f"Ray drains node {node}"}
+        replica = self._replica(index)
+        order = {"replica": replica, "who": "Ray", "why": f"Ray drains node {node}"}
         try:
             with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
                 pool.submit(self.lighthouses.ask, self.lighthouses.path("drain"), order).result()
             self.drained[index] = node
         except Unreachable as error:
-            _log.warning("replica r%d cannot be drained now: %s", index, error)
+            _log.warning("replica %s cannot be drained now: %s", replica, error)
             return  # the next look asks again
         except FabricError as error:
-            _log.warning("replica r%d stays until its node is gone: %s", index, error)
+            _log.warning("replica %s stays until its node is gone: %s", replica, error)
         self.asked[index] = node
 
 
 class _ReplicaActor:
-    """The actor of one replica."""
+    """The actor of one replica, or of one node of it."""
 
-    def __init__(self, token: str) -> None:
-        """Complete the settings of this process; the lighthouse asks for ``token``."""
+    def __init__(self, token: str, node: str) -> None:
+        """Complete the settings of this process, whose folder is ``node`` of its replica's. The lighthouse
+        asks for ``token``."""
         address = ray.util.get_node_ip_address()
         add_to_environment({"FABRIC_BIND": address, **process_environment()})
+        home = config.settings().home / node
+        add_to_environment({"FABRIC_RUN_DIR": str(home)})
         if token:
-            home = config.settings().home
             make_private(home)
             add_to_environment({"FABRIC_TOKEN_FILE": str(_write_token(home, token))})
 
@@ -244,12 +266,12 @@ def _lighthouse(job: str, token: str) -> Iterator[str]:
             ray.kill(actor)
 
 
-def _replica(index: int, group: Any, environment: Mapping[str, str], token: str) -> Any:
-    """Return the actor of the replica ``index``, in its bundle of the placement group."""
+def _actor(index: int, nodes: int, group: Any, environment: Mapping[str, str], token: str) -> Any:
+    """Return the actor ``index``, in its bundle of the placement group."""
     resources = dict(group.bundle_specs[index])
     variables = {
         **environment,
-        "FABRIC_REPLICA": f"r{index}",
+        "FABRIC_REPLICA": f"r{index // nodes}",
         # The checkpoint server outlives its trainer.
         "RAY_kill_child_processes_on_worker_exit": "false",
     }
@@ -264,7 +286,8 @@ def _replica(index: int, group: Any, environment: Mapping[str, str], token: str)
             runtime_env={"env_vars": variables},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         )
-        .remote(token)
+        # Actors of one replica on one Ray node are hosts of their own.
+        .remote(token, f"node{index % nodes}" if nodes > 1 else "")
     )
 
 

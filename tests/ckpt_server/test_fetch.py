@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.fetch.http_source import PIECE_BYTES
 from fabric.ckpt_server.fetch.multi_source import RangeClaim, RangeQueue, streams_per_source
 from fabric.ckpt_server.format.manifest import SEAL, digest_of_blocks, seal
 from fabric.ckpt_server.format.safetensors_file import build_preamble
@@ -242,6 +243,22 @@ def test_states_of_sizes_around_a_block_boundary_arrive_whole(origins, nbytes: i
     memory = Memory()
     fetcher().fetch_state([origin.url], ref(origin), memory)
     assert memory.buffer == origin.file
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_the_last_bytes_of_a_range_wake_the_reader(origins, pieces: int, beyond: int) -> None:
+    """The kernel wakes it for whole pieces, of which a range's end has none. The connection serves on."""
+    size = pieces * PIECE_BYTES + beyond
+    [origin] = origins(1)
+    origin.file = make_file(size)[:size]
+    origin.manifest = manifest_of(origin.file, block_bytes=1 << 16)
+    state = SnapshotRef(1, 5, origin.manifest["digest"])
+    with contextlib.closing(fetcher(streams_per_source=1, range_bytes=8 << 20)) as fetching:
+        for _ in range(2):
+            memory = Memory()
+            assert fetching.fetch_state([origin.url], state, memory).warnings == ()
+            assert memory.buffer == origin.file
 
 
 def flip(position: int) -> Callable[[int, bytes], bytes]:

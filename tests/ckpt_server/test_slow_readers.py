@@ -55,7 +55,8 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     async def little_room(request: web.Request, _: web.StreamResponse) -> None:
         assert request.transport is not None
         # Make the buffer small: the kernel would buffer megabytes for a reader that reads nothing.
-        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        room = int(request.headers.get("X-Room", "4096"))
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
 
     app.on_response_prepare.append(little_room)
     runner, port = await serve(app, "127.0.0.1", 0, cancel_abandoned=True)
@@ -93,8 +94,10 @@ class Reader:
 
 
 DATA = "/v1/snapshots/7/data"
+BY_THREAD = "X-Room: 262144\r\n"  # the kernel takes the first bytes at once, so a thread sends the others
 ASKED = {
     "a state": (DATA, ""),
+    "a state, by a thread": (DATA, BY_THREAD),
     "a state, compressed": (DATA, "Accept-Encoding: zstd\r\n"),
     "a tensor": ("/v1/snapshots/7/tensors/a", ""),
     "a slice": ("/v1/snapshots/7/tensors/a?slice=1:4000000", ""),
@@ -111,6 +114,34 @@ async def test_a_reader_that_stalls_is_cut_off_and_the_slot_released(served, wha
     await reader.read(100)
     await cut_off(served)
     reader.line.close()
+
+
+async def test_readers_that_take_nothing_leave_the_sending_threads_to_others(served):
+    stalled = [Reader(served.port) for _ in range(2 * routes._SENDERS._max_workers + 1)]
+    for reader in stalled:
+        await reader.ask(DATA, BY_THREAD)
+        await reader.read(100)
+    last = Reader(served.port)
+    async with asyncio.timeout(DEADLINE_S):
+        await last.ask(DATA, BY_THREAD)
+        await last.read(8 << 20)
+    assert len(served.slot.readers) >= len(stalled)
+    for reader in (*stalled, last):
+        reader.line.close()
+    await cut_off(served)
+
+
+async def test_a_withdrawal_ends_a_transfer_that_a_thread_sends(served):
+    reader = Reader(served.port)
+    await reader.ask(DATA, BY_THREAD)
+    await reader.read(100)
+    assert await served.slot.withdraw() == 1
+    assert not served.slot.readers
+    async with asyncio.timeout(DEADLINE_S):
+        while data := await asyncio.get_running_loop().sock_recv(reader.line, 1 << 20):
+            reader.got += len(data)
+    assert reader.got < 8 << 20
+    await cut_off(served)
 
 
 def test_similar_names_of_tensors_are_suggested_out_of_a_hundred_thousand():

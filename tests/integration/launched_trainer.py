@@ -1,7 +1,8 @@
 """One rank that a launcher has started: the layout trainer's model, in the layout that it is asked for.
 
 Each rank writes down its rendezvous and its process. ``LAUNCHED_DEVICE`` names the rank whose device fails,
-and the step: ``1@6``. Before the failure the rank waits for the file ``LAUNCHED_GATE``.
+and the step: ``1@6``. Before the failure the rank waits for the file ``LAUNCHED_GATE``. ``LAYOUT_WIDTH``
+changes the model's width.
 """
 
 import os
@@ -45,7 +46,7 @@ def main() -> None:
     if layout.ranks > 1:
         dist.init_process_group("gloo")
     sharded = os.environ.get("SHARDED", "fsdp") if layout.ranks > 1 else "plain"
-    model, mesh = make(sharded, layout.ranks, 30)
+    model, mesh = make(sharded, layout.ranks, int(os.environ.get("LAYOUT_WIDTH", "30")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     samples = Samples()
     session = fabric.client.attach(model, optimizer)

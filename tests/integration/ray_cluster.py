@@ -21,7 +21,7 @@ NODE = {"include_dashboard": False, "object_store_memory": 80 << 20}
 
 
 def main() -> None:
-    head = {**NODE, "num_cpus": 3, "node_ip_address": ADDRESSES[0], "_system_config": MISSED}
+    head = {**NODE, "num_cpus": 4, "node_ip_address": ADDRESSES[0], "_system_config": MISSED}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         far = cluster.add_node(**NODE, num_cpus=1, node_ip_address=ADDRESSES[1])

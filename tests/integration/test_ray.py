@@ -78,7 +78,7 @@ class RayJob(Job):
         return subprocess.Popen(command, env=self.environment, **streams)
 
     def start_driver(self, work: str, gates: tuple[int, ...]) -> None:
-        """Start the job; ``work`` is "function" or "command". It waits in these steps until ``open_gate``."""
+        """Start the job, with the work of ``ray_driver.py``. It waits in these steps until ``open_gate``."""
         points = ",".join(f"forward@{step}=wait:{self.folder}/gate{step}" for step in gates)
         self.environment["FABRIC_TEST_POINTS"] = points
         self.environment |= {"FABRIC_JOB": "test", "OMP_NUM_THREADS": "1"}
@@ -90,17 +90,20 @@ class RayJob(Job):
                 "ray_driver.py", self.cluster["address"], work, stdout=log, stderr=log
             )
 
-    def lives(self, replica: str) -> list[tuple[int, str]]:
-        """Return the process, and the address of its node, of each life of a replica."""
+    def notes(self) -> list[list[str]]:
+        """Return name, process and address of each start of a replica, or of a rank of several."""
         notes = self.folder / "notes"
-        lines = [line.split() for line in notes.read_text().splitlines()] if notes.exists() else []
-        return [(int(pid), address) for name, pid, address in lines if name == replica]
+        return [line.split() for line in notes.read_text().splitlines()] if notes.exists() else []
+
+    def lives(self, name: str) -> list[tuple[int, str]]:
+        """Return the process, and the address of its node, of each life of a replica or rank."""
+        return [(int(pid), address) for noted, pid, address in self.notes() if noted == name]
 
     def on(self, address: str) -> list[str]:
-        """Return the replicas that started at this node, once the job makes steps."""
+        """Return the replicas or ranks that started at this node, once the job makes steps."""
         names = [f"r{i}" for i in range(self.replicas)]
         self.wait_for(lambda: all(self.events(name, "commit") for name in names), "all replicas", START_S)
-        return [name for name in names if self.lives(name)[-1][1] == address]
+        return sorted({name for name, _, _ in self.notes() if self.lives(name)[-1][1] == address})
 
     def wait_at_gate(self, step: int) -> None:
         self.wait_for((self.folder / f"gate{step}.awaited").exists, f"a replica to be in step {step}")
@@ -162,10 +165,12 @@ def test_a_killed_actor_and_a_killed_raylet_cost_no_step(zygote, folder):
         check(job, STEPS)
 
 
-def test_a_replica_leaves_a_preempted_node_in_order_and_comes_back_elsewhere(zygote, folder):
-    with RayJob(zygote, folder, lighthouse_is_actor=False) as job:
-        job.start_driver("command", gates=(5,))
+@pytest.mark.parametrize(("work", "replicas"), [("command", 3), ("nodes", 2)])
+def test_a_replica_leaves_a_preempted_node_in_order_and_comes_back_elsewhere(zygote, folder, work, replicas):
+    with RayJob(zygote, folder, replicas=replicas, lighthouse_is_actor=False) as job:
+        job.start_driver(work, gates=(5,))
         [far] = job.on(FAR)
+        replica = far.partition(".")[0]
         order = ["drain-node", "--address", job.cluster["address"], "--node-id", job.cluster["node"]]
         order += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
         order += ["--deadline-remaining-seconds", "3600"]
@@ -174,13 +179,33 @@ def test_a_replica_leaves_a_preempted_node_in_order_and_comes_back_elsewhere(zyg
         job.wait_for(lambda: job.told("drain asked"), "the order to leave")
         assert "Ray drains node" in str(job.told("drain asked"))
         job.open_gate(5)
-        job.wait_for(lambda: job.events(far, "stop"), f"{far} to leave")
-        [left] = job.events(far, "stop")
+        job.wait_for(lambda: job.events(replica, "stop"), f"{replica} to leave")
+        [left] = job.events(replica, "stop")
         assert left["code"] == 0 and "drained" in left["reason"]
         job.kill_far_raylet()
-        job.wait_for_join(far)
+        job.wait_for_join(replica)
         assert [address for _, address in job.lives(far)] == [FAR, HEAD]
-        assert job.finish_driver() == ["None"] * 3
+        assert job.finish_driver() == ["None"] * replicas
         assert len(set(finals(job).values())) == 1, job.logs()
         assert job.recoveries() == [], "a drain is no failure"
+        check(job, STEPS)
+
+
+def test_a_killed_raylet_takes_a_node_of_a_replica_that_comes_back_elsewhere(zygote, folder):
+    with RayJob(zygote, folder, replicas=2) as job:
+        job.start_driver("nodes", gates=(5,))
+        job.wait_at_gate(5)
+        [far] = job.on(FAR)
+        replica, _, lost = far.partition(".")
+        other = f"{replica}.{1 - int(lost)}"
+        job.kill_far_raylet()
+        dead = Path(f"/proc/{job.lives(far)[0][0]}")
+        job.wait_for(lambda: not dead.exists(), "the end of the killed raylet's rank")
+        job.open_gate(5)
+        job.wait_for_join(replica)
+        assert [address for _, address in job.lives(far)] == [FAR, HEAD]
+        assert [address for _, address in job.lives(other)] == [HEAD, HEAD]
+        assert job.finish_driver() == ["None"] * 2
+        assert len(set(finals(job).values())) == 1, job.logs()
+        assert len({job.events(f"rank1/r{i}", "state")[-1]["digest"] for i in (0, 1)}) == 1
         check(job, STEPS)

@@ -12,6 +12,7 @@ from fabric.integrations import ray as fabric_ray
     [
         ("train.py", {"replicas": 3}, "the work is a function, or a list of words"),
         ([], {"replicas": 3}, "the work is a function, or a list of words"),
+        (print, {"replicas": 3, "nodes": 2}, "a replica of several nodes is started by `fabric launch`"),
         (print, {"replicas": 0}, 'FABRIC_REPLICAS is "0": give a count'),
         (print, {"replicas": "8:2"}, "the first number must not exceed the second"),
         (print, {"replicas": 3, "lighthouse": "lh0:8600"}, 'FABRIC_LIGHTHOUSE has "lh0:8600": give URLs'),

@@ -28,6 +28,7 @@ from fabric.transport.connecting import begin_connect
 CONNECT_S = 5.0
 # A transfer slower than this fails, because a job cannot use such a link.
 LEAST_BYTES_PER_S = 20e3
+PIECE_BYTES = 1 << 20  # each piece is digested while it is in the core's own cache
 _JSON_PIECE = 1 << 18
 _MOST_IDLE = 32
 _MAX_ERROR_BYTES = 64 << 10
@@ -343,14 +344,15 @@ class IdleConnections:
 
 
 class HttpBody:
-    """A response's bytes, read from the socket into their place. Without TLS the kernel waits until a whole
-    piece has arrived, so that this thread wakes up seldom. Over TLS the interpreter has to read.
+    """A response's bytes, read from the socket into their place. Without TLS the kernel wakes this thread for
+    a whole piece: each wake-up costs both ends. Over TLS the interpreter has to read.
     """
 
     def __init__(self, response: http.client.HTTPResponse, sock: socket.socket, timeout_s: float) -> None:
         self._response = response
         self._sock = None if isinstance(sock, ssl.SSLSocket) else sock
         self._buffered = 0
+        self._woken_by = 1  # so many bytes wake this thread
         self._timeout_s = timeout_s
         if self._sock is not None and response.length:
             # The response's buffer holds body bytes that came with the head: read them first.
@@ -368,7 +370,11 @@ class HttpBody:
             read_exactly(self._response, into[:first])
             into = into[first:]
         length = self._response.length
-        if self._sock is None or length is None or length <= len(into):
+        rest = length - len(into) if length else 0
+        if self._sock is not None and (least := PIECE_BYTES if rest >= PIECE_BYTES else 1) != self._woken_by:
+            self._woken_by = least
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+        if self._sock is None or length is None or rest <= 0:
             if self._sock is not None:
                 self._sock.settimeout(self._timeout_s)
             read_exactly(self._response, into)  # read to the body's end, so that the response counts as read

@@ -21,6 +21,7 @@ import xxhash
 
 from fabric.ckpt_server.fetch.http_source import (
     LEAST_BYTES_PER_S,
+    PIECE_BYTES,
     TRANSIENT,
     HttpAccess,
     HttpAddress,
@@ -386,7 +387,6 @@ _MAX_FAILURES = 3
 _MAX_WRONG_ANSWERS = 2
 _WAIT_S = 0.1
 _MAX_REFUSAL_BYTES = 64 << 10
-_PIECE_BYTES = 512 << 10  # each piece is digested while it is in the core's own cache
 BLOCKS_PATH = "/v1/snapshots/{}/blocks/{}-{}{}"
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
@@ -670,8 +670,8 @@ def streams_per_source(wanted: int, sources: int, processors: int) -> int:
 def _receive(body: HttpBody | MemoryBody, part: memoryview) -> str:
     """Fill ``part``; return its digest."""
     hasher = xxhash.xxh3_64()
-    for begin in range(0, len(part), _PIECE_BYTES):
-        piece = part[begin : begin + _PIECE_BYTES]
+    for begin in range(0, len(part), PIECE_BYTES):
+        piece = part[begin : begin + PIECE_BYTES]
         body.read(piece)
         hasher.update(piece)
     return hasher.hexdigest()

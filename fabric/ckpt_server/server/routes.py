@@ -9,13 +9,16 @@ all bytes. Malformed requests get a 4xx with a sentence.
 import asyncio
 import difflib
 import functools
+import os
 import re
+import select
+import socket
 import threading
 import time
 from bisect import bisect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from threading import BoundedSemaphore
 from typing import Any, TypeVar
@@ -111,10 +114,12 @@ def wanted_range(header: str | None, if_range: str | None, tag: str, nbytes: int
 
 # Sends a slot's bytes over HTTP straight from shared memory, and never bytes that are being overwritten.
 #
-# Large pieces go to the transport as views of the memory, each after the transport has sent the piece
-# before. The transport's high-water mark is zero, so a slow reader costs no memory. A small piece would
-# stay in the transport's buffer while the handler goes on, so it is sent as a copy. A transfer that has
-# returned or failed holds no reference to the memory, so a withdrawal waits for the transfer's end.
+# Large pieces go as views of the memory, each after the piece before has gone. A few threads send them: one
+# thread cannot feed all readers of a host. A thread leaves a reader that takes nothing to the event loop,
+# which waits until it does. The threads use a descriptor of their own, because the transport may close its
+# descriptor at any time. An end of the transfer shuts the connection down first, and no byte that is read
+# later is sent. Over TLS the transport sends. Its high-water mark is zero, so a slow reader costs no memory.
+# A small piece would stay in the transport's buffer while the handler goes on, so it is sent as a copy.
 #
 # Two threads of low priority compress bytes, or gather bytes from many places of a tensor, piece by piece.
 # When a transfer ends early, its thread may still read memory that the trainer writes again; its result is
@@ -122,6 +127,9 @@ def wanted_range(header: str | None, if_range: str | None, tag: str, nbytes: int
 
 
 PIECE_BYTES = 4 * 1024 * 1024
+_TURN_BYTES = 4 * PIECE_BYTES  # a thread sends so many bytes, and then may serve another reader
+_SENDERS = ThreadPoolExecutor(max(2, min(8, len(os.sched_getaffinity(0)) // 4)), "fabric-send")
+_PATIENCE_MS = 2  # how long such a thread waits for a reader
 # With a larger piece aiohttp waits for the transport. The first piece is joined to the response's head.
 _COPY_BYTES = 64 * 1024
 _STREAMS = BoundedSemaphore(8)
@@ -223,11 +231,14 @@ async def _send(
     transport = request.transport
     if transport is None:
         raise ConnectionResetError("the reader has gone before it was answered")
-    with metrics.transfer(slot.kind) as sent, slot.reading(transport.abort) as view:
+    with (
+        metrics.transfer(slot.kind) as sent,
+        slot.reading((line := _SlotTransfer(response, transport, slot, sent)).abort) as view,
+        closing(line),  # before the slot counts as free
+    ):
         # TLS keeps its own copy of the bytes: with a high-water mark of zero its transport would stay paused.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0)
         await response.prepare(request)
-        line = _SlotTransfer(response, transport, slot, sent)
         if request.method != "HEAD":
             if coding != IDENTITY:
                 await line.send_compressed(
@@ -236,7 +247,7 @@ async def _send(
             elif excerpt.span is not None:
                 await line.send_gathered(excerpt.pieces(view, begin, end, WORK_BYTES))
             else:
-                await line.send_views(excerpt.pieces(view, begin, end, PIECE_BYTES))
+                await line.send_views(excerpt.pieces(view, begin, end, _TURN_BYTES))
         await line.end()
     return response
 
@@ -252,17 +263,59 @@ class _SlotTransfer:
         self._slot = slot
         self._version = slot.version
         self._sent = sent
+        self._own: socket.socket | None = None  # the threads' descriptor of the connection
+        self._sending: Future[int] | None = None
+
+    def abort(self) -> None:
+        """End the transfer at once."""
+        self._transport.abort()
+        if self._own is not None:
+            with suppress(OSError):  # the reader has closed the connection
+                self._own.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the threads' descriptor. A thread that still sends is ended."""
+        if (own := self._own) is None:
+            return
+        if self._sending is None or self._sending.done():
+            own.close()
+        else:
+            self.abort()
+            self._sending.add_done_callback(lambda _: own.close())
 
     async def send_views(self, pieces: Iterator[memoryview]) -> None:
         """Send views of the memory; the first is small, because it is joined to the head."""
-        first = True
-        for piece in pieces:
-            if first:
-                first = False
-                await self._write(bytes(piece[:_COPY_BYTES]))
-                piece = piece[_COPY_BYTES:]  # noqa: PLW2901  (what is left of it)
-            if len(piece):
-                await self._write(bytes(piece) if len(piece) <= _COPY_BYTES else piece)
+        most = _COPY_BYTES
+        for left in pieces:
+            while len(left):
+                if most > _COPY_BYTES < len(left) and (own := self._threads_descriptor()) is not None:
+                    await self._send_apart(own, left)
+                    break
+                part, left = left[:most], left[most:]  # noqa: PLW2901  (what is left of it)
+                await self._write(bytes(part) if len(part) <= _COPY_BYTES else part)
+                most = PIECE_BYTES
+
+    def _threads_descriptor(self) -> socket.socket | None:
+        """Return a thread's descriptor; None where the transport must send, or has something to send."""
+        about = self._transport.get_extra_info
+        if self._own is None and not about("sslcontext") and not self._transport.get_write_buffer_size():
+            with suppress(OSError):  # no descriptor is left
+                self._own = socket.socket(fileno=os.dup(about("socket").fileno()))
+        return self._own
+
+    async def _send_apart(self, own: socket.socket, left: memoryview) -> None:
+        """Send a view in a thread."""
+        while len(left):
+            self._require_content()
+            self._sending = _SENDERS.submit(_push, own, left)
+            try:
+                count = await asyncio.wrap_future(self._sending)
+            except OSError as error:
+                raise ConnectionResetError("the reader has closed the connection") from error
+            self._sent.inc(count)
+            left = left[count:]
+            if len(left):
+                await self._give(_room(own))
 
     async def send_gathered(self, pieces: Iterator[memoryview]) -> None:
         """Send pieces that other threads gather."""
@@ -281,11 +334,14 @@ class _SlotTransfer:
             await self._write(packed)
         await self._write(compressor.end())
 
-    async def _write(self, piece: bytes | memoryview) -> None:
+    def _require_content(self) -> None:
         if self._slot.version != self._version:
             raise ConnectionResetError(
                 f"{self._slot.kind} slot {self._slot.index} was withdrawn while it was being sent"
             )
+
+    async def _write(self, piece: bytes | memoryview) -> None:
+        self._require_content()
         if not len(piece):
             return
         await self._give(self._response.write(piece))
@@ -300,8 +356,31 @@ class _SlotTransfer:
             async with asyncio.timeout(STALL_S):
                 await written
         except TimeoutError:
-            self._transport.abort()
+            self.abort()
             raise ConnectionResetError(f"the reader took nothing for {STALL_S:g} s") from None
+
+
+def _push(own: socket.socket, view: memoryview) -> int:
+    """Send ``view`` while the reader takes it; return the bytes that went. Raises OSError."""
+    room, at = select.poll(), 0
+    room.register(own, select.POLLOUT)
+    while at < len(view):
+        try:
+            at += own.send(view[at:])
+        except BlockingIOError:
+            if not room.poll(_PATIENCE_MS):
+                break
+    return at
+
+
+async def _room(own: socket.socket) -> None:
+    """Return when the reader takes bytes."""
+    loop, room = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_writer(own, room.set)
+    try:
+        await room.wait()
+    finally:
+        loop.remove_writer(own)
 
 
 _T = TypeVar("_T")

@@ -2,10 +2,10 @@
 
 Both sides run in the same processes, in turns of a few steps, on one core's worth of threads each. Ours: a
 session with its defaults (commit barrier, digest of the state every 10 steps, snapshots within their
-share, the sessions with the lighthouse). Theirs: DDP with its default overlap and gradient_as_bucket_view,
-which saves it a copy. Same model, same batches, same SGD. The compute of a step takes no longer than gloo
-needs to exchange the same gradients, so that the exchange cannot hide behind it (both are measured here,
-alone, and printed).
+share of our own turns, the sessions with the lighthouse). Theirs: DDP with its default overlap and
+gradient_as_bucket_view, which saves it a copy. Same model, same batches, same SGD. The compute of a step
+takes no longer than gloo needs to exchange the same gradients, so that the exchange cannot hide behind it
+(both are measured here, alone, and printed).
 
 The plane ``hsdp`` has replicas of two ranks. Ours shards the model inside a replica (FSDP2), and fabric
 averages between the replicas over TCP. Theirs is torch's HSDP: ``fully_shard`` on a mesh of two dimensions.
@@ -105,6 +105,28 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
+class OwnTime:
+    """The default budget of snapshots, by the time of our own turns: other turns must not pay for ours."""
+
+    def __init__(self) -> None:
+        self._budget = fabric.client.OverheadBudget()
+        self._away_s, self._left = 0.0, time.monotonic()
+
+    def enter(self) -> None:
+        """A step of ours begins."""
+        self._away_s += time.monotonic() - self._left
+
+    def leave(self) -> None:
+        """A step of ours has ended."""
+        self._left = time.monotonic()
+
+    def is_due(self, step: int, now: float) -> bool:
+        return self._budget.is_due(step, now - self._away_s)
+
+    def taken(self, step: int, now: float, cost_s: float) -> None:
+        self._budget.taken(step, now - self._away_s, cost_s)
+
+
 class Ours:
     """The session's loop, advanced by some steps at a time."""
 
@@ -112,18 +134,21 @@ class Ours:
         layers, width, samples, _ = SIZES[size]
         samples *= mesh.size() if mesh is not None else 1
         self.model, self._optimizer = build(layers, width, mesh)
-        self._session = fabric.client.attach(self.model, self._optimizer)
+        self._time = OwnTime()
+        self._session = fabric.client.attach(self.model, self._optimizer, snapshots=self._time)
         data = self._session.loader(
             Rows(width), global_batch_size=samples * world, micro_batch_size=samples, seed=5, mesh=mesh
         )
         self._steps: Iterator[Any] = self._session.steps(data, until=until)
 
     def __call__(self) -> None:
+        self._time.enter()
         step = next(self._steps)
         for batch in step:
             step.backward(loss_of(self.model, batch))
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._time.leave()
 
     def close(self) -> int:
         """Run out; returns how many members the last epoch had."""

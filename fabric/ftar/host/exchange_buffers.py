@@ -70,10 +70,10 @@ class Operands:
     # pass on.
     borrowed: dict[tuple[int, bool], list[SegmentRef]] = field(default_factory=dict)
 
-    def lying(self, piece: RingPiece) -> memoryview | tuple[memoryview, ...]:
-        """Return the places of this member's own elements of ``piece``."""
+    def lying(self, piece: RingPiece) -> tuple[memoryview, ...]:
+        """Return the places of this member's own elements of ``piece``, one after the other."""
         if not self.parts:
-            return raw(self.source[piece.start : piece.stop])
+            return (raw(self.source[piece.start : piece.stop]),)
         places, begin = [], 0
         for part in self.parts:
             low, high = max(piece.start - begin, 0), min(piece.stop - begin, part.numel())

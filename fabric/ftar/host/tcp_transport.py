@@ -196,7 +196,10 @@ class ByteSender(HostSender):
         payload = operands.coded(piece)
         if payload is None:
             payload = raw(operands.outgoing(piece))
-            source = operands.lying(piece) if operands.parts and not piece.hop else None
+            places = operands.lying(piece) if operands.parts and not piece.hop else ()
+            if len(places) == 1:
+                (payload,) = places
+            source = places if len(places) > 1 else None
         elif piece.hop == 0 or self._arrivals is None:
             form = operands.form_of(piece)
             source = raw(operands.outgoing(piece)) if piece.hop else operands.lying(piece)

@@ -163,8 +163,7 @@ class BucketReadiness:
         self._final: dict[int, tuple[CudaEvent, ...]] = {}
         self._all: tuple[CudaEvent, ...] | None = None
         self._aborted = 0, ""  # the newest aborted epoch, and why
-        # Keeps memory that a round may still read although user code has changed its gradients.
-        self.changed: list[torch.Tensor] = []
+        self.changed: list[torch.Tensor] = []  # memory of changed gradients, which a round may still read
 
     def finish(self, bucket: Bucket, events: tuple[CudaEvent, ...] = ()) -> None:
         """Mark ``bucket`` as final, unless it is."""

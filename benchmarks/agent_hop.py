@@ -19,14 +19,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import ROUNDS, WARM_UP, begin, describe, finish, interleave, paired, table, verdict
 from fleet import Fleet, free_port, need_gloo
-from overhead import LIMIT_S, SIZES, DdpOnGloo, Ours, turn_of
+from overhead import LIMIT_S, SIZES, OnGloo, Ours, begin_world, turn_of
 from torch import distributed
 
 from fabric.client.control.engine import Engine
@@ -70,17 +69,11 @@ class Hop:
 def member() -> None:
     """One replica: a step with and without the way, and one of DDP, in turns."""
     world, rounds = int(os.environ["FABRIC_REPLICAS"]), int(os.environ["BENCHMARK_ROUNDS"])
-    layers, width, samples, steps = SIZES["4MB"]
+    steps = SIZES["4MB"][-1]
     torch.set_num_threads(1)
     hop = Hop()
-    ours = Ours(layers, width, samples, world, until=2 * (rounds + WARM_UP) * steps + 1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{os.environ['BENCHMARK_PORT']}",
-        rank=int(os.environ["FABRIC_REPLICA"][1:]),
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
+    ours = Ours("4MB", world, 2 * (rounds + WARM_UP) * steps + 1, None)
+    begin_world(1, world)
 
     def by_the_way() -> None:
         hop.on = True
@@ -88,7 +81,7 @@ def member() -> None:
         hop.on = False
 
     sides: dict[str, Callable[[], None]] = {"without": ours, "with": by_the_way}
-    sides["ddp"] = DdpOnGloo(layers, width, samples)
+    sides["ddp"] = OnGloo("4MB", None)
     measured = interleave({side: turn_of(step, steps, []) for side, step in sides.items()}, rounds)
     trips = hop.trips / ((rounds + WARM_UP) * steps)
     written = {"measured": measured, "trips": trips, "members": ours.close()}

@@ -51,7 +51,7 @@ BUDGETS = {
     "client": 16_280,
     "collectives": 1_350,
     "drill": 4_300,
-    "ftar": 5_100,
+    "ftar": 5_190,
     "health": 1_500,
     "integrations": 8_915,
     "lighthouse": 8_800,

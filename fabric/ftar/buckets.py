@@ -149,23 +149,39 @@ class FlatGradients:
             self.gather_bucket(bucket, into)
 
     @torch.no_grad()
-    def gather_bucket(self, bucket: Bucket, into: torch.Tensor, is_one: bool = True) -> None:
-        """As ``gather``, for one bucket. ``is_one``: this member has the values of ``of_one``."""
+    def gather_bucket(
+        self, bucket: Bucket, into: torch.Tensor, is_one: bool = True, in_place: bool = False
+    ) -> list[torch.Tensor]:
+        """As ``gather``, for one bucket; return where its elements lie, one part after the other.
+
+        ``is_one``: this member has the values of ``of_one``. ``in_place``: gradients that lie in memory as
+        they do in the buffer are not copied.
+        """
         self._check_buffer(into)
         bucket.check_gradients()
         if bucket.gap < bucket.begin:
             into[bucket.gap : bucket.begin].zero_()
-        presence = bucket.presence(into).fill_(1)
+        presence, flat = bucket.presence(into).fill_(1), bucket.view(into)
+        parts: list[torch.Tensor] = []
+        begin = stop = 0  # in the buffer lie elements from ``begin`` to ``stop``, so far
         for place, ((name, parameter), (view, _)) in enumerate(
             zip(bucket.parameters, bucket.views(into), strict=True)
         ):
             if parameter.grad is None or (name in self.of_one and not is_one):
                 view.zero_()
                 presence[place : place + 1].zero_()
+                stop += view.numel()
                 continue
-            view.copy_(local_part(parameter.grad))
+            gradient = local_part(parameter.grad)
+            if in_place and self.scale == 1.0 and _is_flat(gradient):
+                parts += [flat[begin:stop], gradient.detach().view(-1)]
+                begin = stop = stop + view.numel()
+                continue
+            view.copy_(gradient)
             if self.scale != 1.0:
                 view.mul_(self.scale)
+            stop += view.numel()
+        return [part for part in (*parts, flat[begin:]) if part.numel()]
 
     def absent(self, buffer: torch.Tensor) -> frozenset[str]:
         """Return the names of the parameters for which no member has a gradient in ``buffer``, a sum.
@@ -280,6 +296,16 @@ def _row(name: str, tensor: torch.Tensor) -> list[object]:
         placements = [str(p) for p in tensor.placements]  # type: ignore[attr-defined]
         row += [list(local_part(tensor).shape), list(tensor.device_mesh.shape), placements]
     return row
+
+
+def _is_flat(gradient: torch.Tensor) -> bool:
+    """Whether the elements lie in host memory in their order and as they are."""
+    return (
+        type(gradient) is torch.Tensor
+        and gradient.is_cpu
+        and gradient.is_contiguous()
+        and not gradient.is_neg()
+    )
 
 
 def is_complete(parameter: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from fabric.errors import ConfigError, IllegalTransition, ProtocolError, RoundAb
 from fabric.ftar import chunk_headers
 from fabric.ftar.chunk_headers import ChunkHeader
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors
+from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors, put_together
 from fabric.transport.tcp import sending_s
 
 # The number of aborts kept for epochs whose links have not come yet.
@@ -119,6 +119,10 @@ class EpochLinks:
         with self._lock:
             self.check()
             self._in_use = True
+
+    def take_parts(self, parts: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        """Take the elements of an exchange into ``result``, where it begins in place."""
+        put_together(parts, result)
 
     def leave(self) -> None:
         """End an exchange; close the descriptors if ``close`` was called meanwhile."""
@@ -354,16 +358,21 @@ class EpochPlane(Generic[Links]):
         self,
         epoch: int,
         step: int,
-        source: torch.Tensor,
+        source: torch.Tensor | Sequence[torch.Tensor],
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
-        retain_gradients: bool = True,
         result_is_stable: bool = False,
     ) -> None:
         """Reduce over the members of ``epoch``: see DataPlane."""
+        parts: Sequence[torch.Tensor] = ()
+        if not isinstance(source, torch.Tensor):
+            assert result is not None
+            parts, source = source, result
         result = source if result is None else result
-        check_tensors(source, result, reduction, retain_gradients, self._owns, self._memory)
+        check_tensors(source, result, reduction, self._owns, self._memory)
         with self._entered(epoch) as links:
+            if parts:
+                links.take_parts(parts, result)
             self._reduce(links, step, source.detach(), result.detach(), reduction, result_is_stable)
 
     def _reduce(

@@ -436,17 +436,16 @@ class LanePlane:
     ) -> None:
         """Sum ``part`` over the lane's ranks, in place: see ``DataPlane.all_reduce``."""
         ring = self._ring(lane)
-        ring.all_reduce(epoch, step, part, reduction=reduction, retain_gradients=False)
+        ring.all_reduce(epoch, step, part, reduction=reduction)
         self._waiting_s, self._sending_s = ring.waiting_s, ring.sending_s
 
     def all_reduce(
         self,
         epoch: int,
         step: int,
-        source: torch.Tensor,
+        source: torch.Tensor | Sequence[torch.Tensor],
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
-        retain_gradients: bool = True,
         result_is_stable: bool = False,
     ) -> None:
         """Raise IllegalTransition: here every exchange belongs to a lane, see ``reduce_lane``."""

@@ -120,16 +120,16 @@ class DataPlane(Protocol):
         self,
         epoch: int,
         step: int,
-        source: torch.Tensor,
+        source: torch.Tensor | Sequence[torch.Tensor],
         result: torch.Tensor | None = None,
         reduction: Reduction = SUM,
-        retain_gradients: bool = True,
         result_is_stable: bool = False,
     ) -> None:
         """Reduce ``source`` (1-D, contiguous) over the members into ``result``, the same bits on all of them.
 
-        ``source`` keeps its content, for a retry. Only with ``retain_gradients=False`` may ``result`` be
-        ``source`` itself (None means that), which overwrites ``source``.
+        ``source`` may be ``result`` (None means that), which overwrites it; else it keeps its content, for a
+        retry. As a sequence it has the tensors in which the elements lie, one after the other. Links over TCP
+        read them there.
 
         Blocks. After the return no member reads ``source`` or ``result``. But with ``result_is_stable`` other
         members may still read ``result``: the caller must not write there until the next exchange has

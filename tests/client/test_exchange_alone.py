@@ -12,6 +12,7 @@ from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.gradients.gradient_slots import GradientSlot, GradientSlots
 from fabric.errors import RoundAborted
 from fabric.ftar.buckets import FlatGradients
+from fabric.ftar.reduce_ops import put_together
 from fabric.model import Fence
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
@@ -27,7 +28,8 @@ class Plane:
         self.before = before
         self.rounds: list[tuple[int, str]] = []
 
-    def all_reduce(self, epoch, step, source, **_):
+    def all_reduce(self, epoch, step, source, result, *_, **__):
+        put_together(source, result)
         self.rounds.append((step, threading.current_thread().name))
         self.before(step)
 

@@ -23,6 +23,7 @@ from fabric.client.outer.outer_loop import (
 )
 from fabric.errors import ConfigError, FabricError
 from fabric.ftar.buckets import FlatGradients
+from fabric.ftar.reduce_ops import put_together
 from fabric.model import Fence
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
@@ -111,8 +112,9 @@ class CountingPlane:
     def __init__(self):
         self.sent: list[int] = []
 
-    def all_reduce(self, epoch, step, source, **_):
-        self.sent.append(source.nbytes)
+    def all_reduce(self, epoch, step, source, result, *_, **__):
+        put_together(source, result)
+        self.sent.append(result.nbytes)
 
 
 def test_only_the_bytes_of_the_fragment_in_turn_are_exchanged():

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from fabric.client.gradients.bucket_stream import Overlap
 from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import FlatGradients
+from fabric.ftar.host.exchange_buffers import raw_to_read
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,28 @@ def test_each_change_of_what_other_code_has_added_is_noticed(one_rank, how):
     assert "was changed" in loop.order(**{"chunks": 3, **how}, after=lambda: after(loop))
     announced = len(loop.announced)
     assert not loop.order(chunks=3) and len(loop.announced) == announced, "overlap is off from now on"
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp2"])
+def test_memory_that_a_round_reads_in_place_outlives_a_change(one_rank, sharded):
+    """The round is redone then, but its thread may read until it hears of that."""
+    loop = Loop(layers(sharded))
+    loop.order()
+    changed, read = loop.model[3].weight, []
+
+    def send_and_change() -> None:
+        (bucket,) = (x for x in loop.gradients.buckets if x.parameters[0][1] is changed)
+        own, presence = loop.gradients.gather_bucket(bucket, loop.sent, in_place=True)
+        read.extend([own, raw_to_read(own, 0, own.numel()), presence])
+        read.append(bytes(read[1]))
+        changed.grad.zero_()
+
+    streams = []
+    loop.model.zero_grad()
+    assert "was changed" in loop.order(after=lambda: [streams.append(loop.overlap.stream), send_and_change()])
+    own, place, _, before = read
+    others = [torch.full_like(own, 7.0) for _ in range(100)]  # they would take freed memory
+    assert bytes(place) == before and any(before) and not changed.grad.any() and others
 
 
 def test_a_sparse_gradient_is_refused_where_it_is_gathered_and_not_in_backward():

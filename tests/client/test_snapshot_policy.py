@@ -27,7 +27,7 @@ def intervals(found):
     return [b - a for (a, _), (b, _) in itertools.pairwise(found)]
 
 
-@pytest.mark.parametrize(("step_s", "cost_s"), [(0.1, 0.1), (1.0, 0.3), (7.0, 0.01), (0.01, 2.0)])
+@pytest.mark.parametrize(("step_s", "cost_s"), [(0.1, 0.1), (1.0, 0.3), (7.0, 0.02), (0.01, 2.0)])
 def test_snapshots_take_as_much_time_as_the_budget_allows_and_no_more(step_s, cost_s):
     found = play(OverheadBudget(0.02), step_s, cost_s, 20_000)
     assert found[0] == (1000.0 + step_s, 1), "the state before the first step is worth nothing"
@@ -35,6 +35,13 @@ def test_snapshots_take_as_much_time_as_the_budget_allows_and_no_more(step_s, co
         assert cost_s <= 0.02 * interval + 1e-6
         # The policy takes a snapshot at the first step boundary at which the budget allows one.
         assert interval <= max(cost_s / 0.02 + step_s, step_s) + 1e-6
+
+
+@pytest.mark.parametrize(("share", "least_s"), [(0.02, 1.0), (1000.0, 0.0)])
+def test_snapshots_of_a_small_state_leave_the_steps_in_peace(share, least_s):
+    """A copy of 2 ms takes requests and changes of threads too, which would come every two steps of 50 ms."""
+    found = intervals(play(OverheadBudget(share), 0.05, 0.002, 200))
+    assert all(max(least_s, 0.05) - 1e-6 <= interval <= least_s + 0.05 + 1e-6 for interval in found)
 
 
 @pytest.mark.parametrize(("step_s", "cost_s"), [(1.0, 100.0), (45.0, 30.0), (90.0, 0.5)])

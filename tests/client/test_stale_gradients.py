@@ -176,6 +176,8 @@ def test_a_gradient_has_a_value_unless_all_its_elements_are_zeros_of_any_sign(dt
                 gradient[place] = value
                 assert bucket_stream._has_value(gradient)
                 assert bucket_stream._has_value(gradient[None].expand(2, size))
+        shared = torch.cat([torch.ones(16, dtype=dtype), zeros])
+        assert not bucket_stream._has_value(shared[16:])
 
 
 def test_a_gradient_that_is_masked_in_part_is_not_dropped():

@@ -3,7 +3,7 @@
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -97,7 +97,7 @@ class RingMembers:
         self,
         epoch: int,
         step: int,
-        buffers: dict[int, torch.Tensor],
+        buffers: Mapping[int, torch.Tensor | Sequence[torch.Tensor]],
         results: dict[int, torch.Tensor] | None = None,
         reduction: Reduction = SUM,
         result_is_stable: bool = False,
@@ -106,8 +106,7 @@ class RingMembers:
 
         def reduce(i: int) -> None:
             result = None if results is None else results[i]
-            retain = results is not None
-            how = {"retain_gradients": retain, **({"result_is_stable": True} if result_is_stable else {})}
+            how = {"result_is_stable": True} if result_is_stable else {}
             self.planes[i].all_reduce(epoch, step, buffers[i], result, reduction, **how)
 
         return {i: self._threads.submit(reduce, i) for i in buffers}
@@ -122,11 +121,14 @@ class RingMembers:
     ) -> dict[int, torch.Tensor]:
         """Return the results of one exchange; check that it left the inputs unchanged.
 
-        ``memory``: in place, kept (results elsewhere), or shared (both in memory from the plane).
+        ``memory``: in place, kept (results elsewhere), shared (both in memory from the plane), or in parts
+        (as kept, of several tensors, one of which lies in the result).
         """
         buffers, results = {i: inputs[i].clone() for i in self.who}, None
         if memory != "in place":
             results = {i: torch.full_like(inputs[i], 77) for i in self.who}
+        if memory == "in parts":
+            return self._reduce_parts(epoch, step, inputs, reduction, results)
         if memory == "shared":
             buffers = {i: self.shared(i, inputs[i]) for i in self.who}
             results = {i: self.shared(i, inputs[i]) for i in self.who}
@@ -135,6 +137,27 @@ class RingMembers:
         if results is None:
             return buffers
         assert all(same_bits(buffers[i], inputs[i]) for i in self.who)
+        return results
+
+    def _reduce_parts(
+        self,
+        epoch: int,
+        step: int,
+        inputs: Sequence[torch.Tensor],
+        reduction: Reduction,
+        results: dict[int, torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        buffers = {}
+        for i in self.who:
+            low, high = (inputs[i].numel() * share // 7 for share in (2, 3 + i % 4))
+            results[i][low:high].copy_(inputs[i][low:high])
+            buffers[i] = [inputs[i][:low].clone(), results[i][low:high], inputs[i][high:].clone()]
+        for future in self.start(epoch, step, buffers, results, reduction).values():
+            future.result(WAIT_S)
+        for i in self.who:
+            first, _, last = buffers[i]
+            assert same_bits(first, inputs[i][: len(first)])
+            assert same_bits(last, inputs[i][len(inputs[i]) - len(last) :])
         return results
 
     def shared(self, i: int, values: torch.Tensor) -> torch.Tensor:

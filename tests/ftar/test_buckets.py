@@ -6,6 +6,7 @@ from torch import nn
 
 from fabric.errors import ConfigError, StateError
 from fabric.ftar.buckets import ALIGNMENT_BYTES, FlatGradients, layout_hash
+from fabric.ftar.reduce_ops import put_together
 
 
 def parameters(*shapes_and_types: tuple[tuple[int, ...], torch.dtype]):
@@ -293,3 +294,39 @@ def test_a_finite_gradient_whose_sum_overflows_is_not_called_nonfinite():
     buffer = torch.zeros(flat.nbytes, dtype=torch.uint8)
     flat.gather(buffer)
     assert flat.first_nonfinite(buffer) == flat.first_nonfinite_own() == ""
+
+
+def test_gradients_that_lie_as_in_the_buffer_stay_where_they_are():
+    named = parameters(*MIXED, ((6, 4), torch.float32), ((5,), torch.float32), ((9,), torch.float32))
+    flat = FlatGradients(named, bucket_bytes=60)
+    fill(named, 3)
+    by_name = dict(named)
+    by_name["p6"].grad = torch.randn(4, 6).t()  # other strides than in the buffer
+    by_name["p7"].grad = None
+    copied, buffer = (torch.full((flat.nbytes,), 255, dtype=torch.uint8) for _ in range(2))
+    flat.gather(copied)
+    for bucket in flat.buckets:
+        parts = flat.gather_bucket(bucket, buffer, in_place=True)
+        assert torch.equal(torch.cat(parts).view(torch.uint8), bucket.view(copied).view(torch.uint8))
+        places = {part.data_ptr() for part in parts}
+        for name, p in bucket.parameters:
+            in_place = name not in ("p6", "p7") and p.numel() > 0
+            assert (p.grad is not None and p.grad.data_ptr() in places) == in_place, name
+        put_together(parts, bucket.view(buffer))
+    assert torch.equal(buffer, copied)
+
+
+@pytest.mark.parametrize("case", ["scaled", "another member has the values"])
+def test_values_that_change_on_their_way_into_the_buffer_are_copied(case):
+    named = parameters(((4,), torch.float32))
+    flat = FlatGradients(named)
+    fill(named, 3)
+    if case == "scaled":
+        flat.scale = 2.0
+    else:
+        flat.of_one = frozenset({"p0"})
+    buffer = torch.full((flat.nbytes,), 255, dtype=torch.uint8)
+    (part,) = flat.gather_bucket(flat.buckets[0], buffer, is_one=False, in_place=True)
+    assert part.data_ptr() == buffer.data_ptr()
+    expected = named[0][1].grad * 2 if case == "scaled" else torch.zeros(4)
+    assert torch.equal(part[:4], expected)

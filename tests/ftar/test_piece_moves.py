@@ -112,8 +112,9 @@ CASES = [
     cuts=st.lists(st.integers(0, 10**7), max_size=6),
     shift=st.integers(0, 9),
     in_place=st.booleans(),
+    places=st.lists(st.integers(0, 10**7), max_size=4),
 )
-def test_a_sum_has_the_bits_of_reduce_ops(case, length, seed, weight, cuts, shift, in_place):
+def test_a_sum_has_the_bits_of_reduce_ops(case, length, seed, weight, cuts, shift, in_place, places):
     dtype, operation, wide = case
     came = torch.float32 if wide.startswith("from") else dtype
     kept = torch.float32 if wide.endswith("to float32") else dtype
@@ -128,7 +129,8 @@ def test_a_sum_has_the_bits_of_reduce_ops(case, length, seed, weight, cuts, shif
         inlet = Inlet(near.fileno(), scratch, DTYPE_CODES[dtype], OPERATION_CODES[operation], weight)
         payload, mine = bytes(raw(received)), memory(own, shift)
         into = mine if in_place and kept == dtype else memory(expected, shift)
-        inlet.begin(len(payload), mine, into, DTYPE_CODES[came], DTYPE_CODES[kept], last, True)
+        own_places = tuple(map(bytearray, cut(bytes(mine), places))) if places and not in_place else mine
+        inlet.begin(len(payload), own_places, into, DTYPE_CODES[came], DTYPE_CODES[kept], last, True)
         kept_digest = pumped(inlet, far, cut(payload + digest(payload), cuts))
         assert inlet.kept() == len(into)
     assert equal(values_of(into, kept), expected)
@@ -328,6 +330,25 @@ def test_own_elements_are_digested_on_their_way_out(link, size, digested):
         expected = b"header" + payload + (digest(payload) if digested else b"")
         assert drained(outlet, far, len(expected)) == expected
         assert not outlet.may_send()
+
+
+@pytest.mark.parametrize("size", [1, 65, 5000, 3 * BLOCK_BYTES + 70])
+@pytest.mark.parametrize("digested", [True, False])
+def test_elements_of_several_places_go_out_one_after_the_other(link, size, digested):
+    near, far = link
+    values = bytes(raw(torch.randint(0, 255, (size,), dtype=torch.uint8)))
+    outlet = Outlet(near.fileno())
+    for places in ([0], [1, 2, 63, 4097], [size // 2], [BLOCK_BYTES - 3, BLOCK_BYTES + 5]):
+        payload = bytearray(size)
+        parts = [memoryview(part) for part in cut(values, places)]
+        first = len(parts[0])
+        payload[:first] = parts[0]
+        parts[0] = memoryview(payload)[:first]  # this part lies where it is sent from
+        outlet.begin(b"header", memoryview(payload), digested, True, 0, tuple(parts))
+        expected = b"header" + values + (digest(values) if digested else b"")
+        assert drained(outlet, far, len(expected)) == expected and payload == values
+    with pytest.raises(ValueError, match="do not fit"):
+        outlet.begin(b"", memoryview(bytearray(size)), digested, True, 0, (memoryview(values), b"x"))
 
 
 def test_a_piece_follows_its_arrival_and_its_digest_goes_last(link):

@@ -26,6 +26,7 @@ from fabric.transport.tcp import sending_s
 
 CHUNK_BYTES = 512
 PLANES = ["tcp", "shm", "mixed"]
+MEMORIES = ["in place", "kept", "shared", "in parts"]
 
 
 def awkward_lengths(world: int, item_bytes: int) -> list[int]:
@@ -57,7 +58,7 @@ WORLDS_AND_TYPES = [
 @pytest.mark.parametrize(("world", "dtype"), WORLDS_AND_TYPES, ids=str)
 def test_every_awkward_length_is_reduced_in_the_documented_order(world, dtype, plane):
     """Reductions and kinds of memory in turn, over the lengths."""
-    turns = cycle((how, memory) for memory in ("in place", "kept", "shared") for how in reductions(dtype))
+    turns = cycle((how, memory) for memory in MEMORIES for how in reductions(dtype))
     with RingMembers(world, plane=plane, chunk_bytes=CHUNK_BYTES) as members:
         members.install(epoch=1)
         for step, length in enumerate(awkward_lengths(world, dtype.itemsize)):
@@ -71,7 +72,7 @@ def test_more_members_than_a_list_of_places_holds(world, dtype):
     assert world > MAX_REFERENCES + 1
     with RingMembers(world, plane="shm", chunk_bytes=CHUNK_BYTES) as members:
         members.install(1)
-        for step, memory in enumerate(("in place", "kept", "shared")):
+        for step, memory in enumerate(MEMORIES):
             inputs = [random_tensor(world * 150 + 7, dtype, 10 * step + i) for i in range(world)]
             check(members, 1, step, inputs, mean(3.7), memory)
 
@@ -86,7 +87,7 @@ def test_more_members_than_a_list_of_places_holds(world, dtype):
     ),
     checksum=st.booleans(),
     plane=st.sampled_from(PLANES),
-    memory=st.sampled_from(["in place", "kept", "shared"]),
+    memory=st.sampled_from(MEMORIES),
 )
 def test_any_size_is_reduced_in_the_documented_order(
     world, length, chunk_bytes, kind, checksum, plane, memory
@@ -178,7 +179,7 @@ def test_a_ring_of_one_needs_no_links_and_changes_nothing():
     with RingMembers(1) as members:
         members.planes[0].install(Ring(1, 0, ("alone",)), None, None)
         buffer = torch.arange(10.0)
-        members.planes[0].all_reduce(1, 1, buffer, retain_gradients=False)
+        members.planes[0].all_reduce(1, 1, buffer)
         assert torch.equal(buffer, torch.arange(10.0))
 
 

@@ -84,7 +84,7 @@ class ScriptedNeighbour:
     def reduce(self) -> torch.Tensor:
         buffer = torch.full((32,), 2.0)
         reduction = Reduction(exchange=self.form, coarse=32)
-        self.plane.all_reduce(self.epoch, 3, buffer, reduction=reduction, retain_gradients=False)
+        self.plane.all_reduce(self.epoch, 3, buffer, reduction=reduction)
         return buffer
 
 
@@ -289,7 +289,7 @@ def test_a_member_that_is_late_for_the_exchange_has_the_long_bound():
         buffer = torch.zeros(48)
         started_s = time.monotonic()
         with pytest.raises(RoundAborted, match="stalled") as aborted:
-            script.plane.all_reduce(5, 3, buffer, retain_gradients=False)
+            script.plane.all_reduce(5, 3, buffer)
         assert time.monotonic() - started_s >= 0.3
         assert aborted.value.about == "m2"
 

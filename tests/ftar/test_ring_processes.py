@@ -58,9 +58,7 @@ def fork_victim(pairs: Pairs, after_operations: int, signal_number: int) -> int:
         plane = CpuRing(chunk_bytes=CHUNK_BYTES)
         plane.install(Ring(1, VICTIM, names(WORLD)), *pairs[VICTIM])
         # numpy fills the tensor, because torch's thread pool does not survive a fork.
-        plane.all_reduce(
-            1, 1, torch.from_numpy(np.full(LENGTH, 2.0, dtype=np.float32)), retain_gradients=False
-        )
+        plane.all_reduce(1, 1, torch.from_numpy(np.full(LENGTH, 2.0, dtype=np.float32)))
     except BaseException:  # noqa: BLE001 - a fork must never return into the test runner
         traceback.print_exc()
     finally:

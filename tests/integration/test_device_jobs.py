@@ -143,7 +143,7 @@ class AlonePlane:
     waiting_s: dict[str, float] = {}  # noqa: RUF012
     sending_s: dict[str, float] = {}  # noqa: RUF012
 
-    def all_reduce(self, epoch, step, source, **_):
+    def all_reduce(self, *_, **__):
         pass
 
 
@@ -153,7 +153,7 @@ class WatchedPlane(AlonePlane):
     def __init__(self, device: SimulatedDevice) -> None:
         self.device, self.first = device, threading.Event()
 
-    def all_reduce(self, epoch, step, source, **_):
+    def all_reduce(self, *_, **__):
         self.device.compute().record().wait()
         self.first.set()
 

@@ -23,6 +23,7 @@ import torch
 from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients, is_complete, local_part
 from fabric.ftar.device.cuda import CudaEvent, CudaStream
+from fabric.ftar.reduce_ops import address_of
 
 # Finds gradients that a loop keeps from one step to the next, or drops within a step, and refuses both.
 #
@@ -139,9 +140,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def _has_value(gradient: Any) -> bool:
     if type(gradient) is torch.Tensor and gradient.is_cpu and gradient.is_contiguous():
         # Nearly always the first bytes answer: a zero of any sign and type has these two bytes only.
-        # ``data_ptr`` would ask for the memory in order to write (``SentGradients``).
-        address = _torch._C._data_address(gradient)  # noqa: SLF001
-        first = ctypes.string_at(address, min(gradient.nbytes, _FIRST_BYTES))
+        first = ctypes.string_at(address_of(gradient), min(gradient.nbytes, _FIRST_BYTES))
         if first.strip(b"\x00\x80"):
             return True
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
@@ -166,6 +165,7 @@ class BucketReadiness:
         self._final: dict[int, tuple[CudaEvent, ...]] = {}
         self._all: tuple[CudaEvent, ...] | None = None
         self._aborted = 0, ""  # the newest aborted epoch, and why
+        self.changed: list[torch.Tensor] = []  # memory of changed gradients, which a round may still read
 
     def finish(self, bucket: Bucket, events: tuple[CudaEvent, ...] = ()) -> None:
         """Mark ``bucket`` as final, unless it is."""
@@ -259,13 +259,15 @@ class SentGradients:
         except (RuntimeError, TypeError):  # memory that torch cannot share, such as a buffer of Python's
             self.changed = True
 
-    def end(self, parameters: Iterable[torch.Tensor]) -> bool:
+    def end(self, parameters: Iterable[torch.Tensor], stream: BucketReadiness) -> bool:
         """End the order; return whether one of its gradients has changed since it was handed over."""
         for p in parameters:
             gradient, version = self._held.get(id(p), (p.grad, _version(p.grad)))
             self.changed = self.changed or p.grad is not gradient or _version(p.grad) != version
         shared = (_torch._C._is_cow_tensor(part) for part, _ in self._watched.values())  # noqa: SLF001
         self.changed = self.changed or not all(shared)
+        if self.changed:
+            stream.changed = [own for _, own in self._watched.values()]
         self._held.clear()
         self._watched.clear()
         return self.changed
@@ -475,7 +477,8 @@ class Overlap:
         if self._running and not self._count.calls:
             self._end()  # other code has called backward
         self.stream = None
-        changed = self._sent.end(self._parameters) or self._running or weight == 0 < self._announced
+        changed = self._sent.end(self._parameters, stream) or self._running
+        changed = changed or weight == 0 < self._announced
         self._running = False
         stream.finish_all(tuple(own.record() for own in self._own_stream()))
         if not changed:

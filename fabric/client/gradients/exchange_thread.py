@@ -328,19 +328,22 @@ class ExchangeThread:
         ready: tuple[CudaEvent, ...] | None,
     ) -> None:
         with self._reducing(entry):
+            parts: list[torch.Tensor] = []
             if order.weight > 0:
-                self.backend.run(lambda: self._gather(order, bucket, flat), ready)
-                self._free(bucket)
+                in_place = isinstance(self.backend, HostBackend)
+                self.backend.run(lambda: parts.extend(self._gather(order, bucket, flat, in_place)), ready)
             # The result is stable: later rounds write to the slot only after two more commits, or after an
             # abort.
             self._plane.all_reduce(
                 order.fence.epoch,
                 order.step,
+                parts or [bucket.view(flat)],
                 bucket.view(flat),
-                reduction=Reduction(exchange=self.travels_as, coarse=bucket.coarse),
-                retain_gradients=False,
+                Reduction(exchange=self.travels_as, coarse=bucket.coarse),
                 result_is_stable=True,
             )
+            if order.weight > 0:
+                self._free(bucket)
 
     @contextmanager
     def _reducing(self, entry: ExchangeEntry) -> Iterator[None]:
@@ -360,9 +363,12 @@ class ExchangeThread:
             for peer, seconds in newest.items():
                 total[peer] = total.get(peer, 0.0) + seconds
 
-    def _gather(self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor) -> None:
+    def _gather(
+        self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor, in_place: bool = False
+    ) -> list[torch.Tensor]:
         self._points.hit("gather", order.step, lambda: bucket)
-        self._gradients.gather_bucket(bucket, flat, order.fence.epoch in self._gives_in)
+        is_one = order.fence.epoch in self._gives_in
+        return self._gradients.gather_bucket(bucket, flat, is_one, in_place)
 
     def _free(self, bucket: Bucket) -> None:
         """Free the local gradients of a gathered bucket, unless they are kept until the commit."""

@@ -500,7 +500,10 @@ class Session(LoopCalls):
         self._clock.lap()
 
     def _journal_commit(self, order: io.Apply, held: io.PreparedRound, replay: bool) -> None:
-        times = self._clock.by_phase(self._parts.exchange.seconds)
+        if not self._parts.journal.on:
+            return
+        times = {name: getattr(self._clock, name) for name in ("compute_s", "optimizer_s", "wait_s")}
+        times["exchange_s"] = self._parts.exchange.seconds
         has_samples = self._data.until > 0 or self._sampler is not None
         self._parts.journal.commit(
             held,

@@ -166,15 +166,6 @@ class StepClock:
         """Exclude the last ``seconds`` from the lap under way."""
         self.mark = min(time.monotonic(), self.mark + seconds)
 
-    def by_phase(self, exchange_s: float) -> dict[str, float]:
-        """Return the seconds not yet reported, by phase, for the journal."""
-        return {
-            "compute_s": self.compute_s,
-            "exchange_s": exchange_s,
-            "optimizer_s": self.optimizer_s,
-            "wait_s": self.wait_s,
-        }
-
     def run_benchmark(
         self,
         order: io.Compute | io.Apply,

@@ -46,11 +46,15 @@ class SnapshotPolicy(Protocol):
         """
 
 
+_LEAST_COST_S = 0.02
+
+
 @dataclass(slots=True)
 class OverheadBudget:
     """Snapshots as often as ``share`` of the time allows, and at least every ``max_age_s`` seconds.
 
-    The whole time of a copy and of its check counts, although most of it overlaps the step's compute. A
+    The whole time of a copy and of its check counts, although most of it overlaps the step's compute. Where
+    that is less, 20 ms count: requests and changes of threads cost the steps about it some time too. A
     snapshot is due if waiting for the next boundary would exceed ``max_age_s``. A snapshot of the state
     before the first step does not count: it lacks the optimizer's part, whose memory must exist before a
     joining replica waits for a snapshot. Raises ConfigError.
@@ -73,7 +77,7 @@ class OverheadBudget:
         if step < 1:
             return False
         age_s = now - self._at
-        paid = self.share > 0 and self._cost_s <= self.share * age_s
+        paid = self.share > 0 and max(self._cost_s, _LEAST_COST_S) <= self.share * age_s
         return paid or age_s + step_s + self._cost_s >= self.max_age_s
 
     def taken(self, step: int, now: float, cost_s: float) -> None:

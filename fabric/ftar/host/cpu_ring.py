@@ -10,7 +10,7 @@ every later call for it raises the first cause, until the epoch is retired.
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,7 @@ from fabric.ftar.host.shm_transport import (
 )
 from fabric.ftar.host.tcp_transport import ByteReceiver, ByteSender
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce_ops import Reduction
+from fabric.ftar.reduce_ops import Reduction, put_together
 from fabric.ftar.ring_exchange import RingExchange
 from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, RingPiece, Schedule, schedule, segment_bounds
 
@@ -87,6 +87,7 @@ class RingLinks(EpochLinks):
             if previous_socket and is_shared(previous_socket)
             else None
         )
+        self.parts: Sequence[torch.Tensor] = ()  # where own elements of the next exchange lie
         # The newest READ message of each member, by the member's position.
         self._readers: dict[int, ChunkHeader] = {}
 
@@ -102,6 +103,13 @@ class RingLinks(EpochLinks):
         for end in (self.inbox, self.outbox):
             if end is not None:
                 end.close()
+
+    def take_parts(self, parts: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        """Leave the elements where they lie, if both links carry bytes."""
+        if self.outbox is None and self.inbox is None and self.ring.world > 1:
+            self.parts = parts
+        else:
+            put_together(parts, result)
 
     def tell_read(self, spec: ExchangeSpec) -> None:
         """Tell the members before this one that it has read all of their memory in this exchange."""
@@ -327,4 +335,5 @@ class CpuRing(EpochPlane[RingLinks]):
         operands = make_operands(
             source, result, reduction, readable, ring.world, partial, self._workspace, visible
         )
+        operands.parts, links.parts = links.parts, ()
         HostExchange(links, operands, spec, plan, self._resources).run(self._bounds, self._waiting)

@@ -6,6 +6,7 @@ other members read must lie there. The caller's memory is used directly if it is
 elements that other members read are copied to a staging segment.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ import torch
 
 from fabric.ftar.host.piece_moves import coded_bytes, fold
 from fabric.ftar.host.shm_segments import OwnSegments, SegmentRef, SharedSegment
-from fabric.ftar.reduce_ops import Reduction
+from fabric.ftar.reduce_ops import Reduction, address_of
 from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
 
 
@@ -63,10 +64,23 @@ class Operands:
     # Memory for pieces that travel on in a form. Each lies where its elements would lie in float32, and never
     # needs more room than they, but for one element alone.
     onward: torch.Tensor | None = None
+    parts: Sequence[torch.Tensor] = ()  # where own elements lie on links of bytes; empty: in ``source``
     digests: dict[int, bytes] = field(default_factory=dict)  # of pieces to send on, by first element
     # (first element, whether the piece is a result) -> references to the piece in other members' memory, to
     # pass on.
     borrowed: dict[tuple[int, bool], list[SegmentRef]] = field(default_factory=dict)
+
+    def lying(self, piece: RingPiece) -> tuple[memoryview, ...]:
+        """Return the places of this member's own elements of ``piece``, one after the other."""
+        if not self.parts:
+            return (raw(self.source[piece.start : piece.stop]),)
+        places, begin = [], 0
+        for part in self.parts:
+            low, high = max(piece.start - begin, 0), min(piece.stop - begin, part.numel())
+            if low < high:
+                places.append(raw_to_read(part, low, high))
+            begin += part.numel()
+        return tuple(places)
 
     def nbytes(self, piece: RingPiece) -> int:
         """Return the bytes of ``piece`` while it travels."""
@@ -187,6 +201,16 @@ def make_operands(
             staged = workspace.get("source", len(readable) * item_bytes, shared)
             operands.staged, operands.staged_from = staged.view(source.dtype), readable.start
     return operands
+
+
+def raw_to_read(memory: torch.Tensor, low: int, high: int) -> memoryview:
+    """Return the bytes of some elements of a 1-D contiguous CPU tensor, without asking to write there.
+
+    ``raw`` would end the lazy copy that shows a write to a sent gradient. The caller keeps the tensor.
+    """
+    item = memory.element_size()
+    lies_there = (ctypes.c_char * ((high - low) * item)).from_address(address_of(memory) + low * item)
+    return memoryview(lies_there)
 
 
 def raw(memory: torch.Tensor) -> memoryview:

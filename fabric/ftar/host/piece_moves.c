@@ -456,13 +456,75 @@ static int ready(int fd, short direction, int stop)
     return stop >= 0 && (poll(both, 2, -1) < 0 || !both[1].revents);
 }
 
+static PyObject *refused(const char *why)
+{
+    PyErr_SetString(PyExc_ValueError, why);
+    return NULL;
+}
+
+/* Hold the memory of `object`, or none for None, in place of what `buffer` held. */
+static int hold(Py_buffer *buffer, PyObject *object, int flags)
+{
+    if (buffer->obj)
+        PyBuffer_Release(buffer);
+    buffer->obj = NULL;
+    return object == Py_None ? 0 : PyObject_GetBuffer(object, buffer, flags);
+}
+
+/* ---- Own elements, where they lie ------------------------------------------------------------------------------ */
+
+typedef struct {
+    Py_buffer *parts;      /* one after the other */
+    Py_ssize_t count, len; /* the number of parts, and their bytes */
+    Py_ssize_t at, begin;  /* the part in use, and its first byte */
+} Places;
+
+/* Hold a tuple of memories, one memory, or none for None, in place of what `places` held. */
+static int hold_places(Places *places, PyObject *object)
+{
+    int is_tuple = PyTuple_Check(object);
+    Py_ssize_t count = is_tuple ? PyTuple_Size(object) : object != Py_None;
+    while (places->count)
+        hold(places->parts + --places->count, Py_None, 0);
+    PyMem_Free(places->parts);
+    *places = (Places){count ? PyMem_Calloc((size_t)count, sizeof(Py_buffer)) : NULL, 0, 0, 0, 0};
+    if (count && !places->parts)
+        return PyErr_NoMemory(), -1;
+    for (; places->count < count; places->count++) {
+        Py_buffer *part = places->parts + places->count;
+        if (hold(part, is_tuple ? PyTuple_GetItem(object, places->count) : object, PyBUF_SIMPLE) < 0)
+            return -1;
+        places->len += part->len;
+    }
+    return 0;
+}
+
+/* Return `size` bytes from `offset` on: where they lie, or in `room` if they lie in several parts. Offsets grow. */
+static const uint8_t *bytes_at(Places *places, Py_ssize_t offset, Py_ssize_t size, uint8_t *room)
+{
+    for (Py_ssize_t copied = 0, some; size; copied += some) {
+        const Py_buffer *part = places->parts + places->at;
+        Py_ssize_t into_it = offset + copied - places->begin;
+        some = part->len - into_it < size - copied ? part->len - into_it : size - copied;
+        if (some == size)
+            return (const uint8_t *)part->buf + into_it;
+        if (room + copied != (const uint8_t *)part->buf + into_it)
+            memcpy(room + copied, (const uint8_t *)part->buf + into_it, (size_t)some);
+        if (copied + some == size)
+            break;
+        places->begin += part->len, places->at++;
+    }
+    return room;
+}
+
 /* ---- Receiving ------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject_HEAD
     int fd, element, operation;
     double weight;
-    Py_buffer scratch, own, into; /* a sum has `own` and `into`, a result only `into`, an old piece neither */
+    Places own;              /* a sum has `own` and `into`, a result only `into`, an old piece neither */
+    Py_buffer scratch, into;
     Py_buffer onward;             /* the memory of a piece that goes on in its form */
     int staged, digested;         /* whether the payload comes into `scratch` */
     int form, last;               /* the form of the piece, 0 for none */
@@ -484,15 +546,16 @@ static size_t kept_bytes(const Inlet *in, Py_ssize_t bytes)
  * member that computed it takes what the others will decode. */
 static void use_coded(Inlet *in, const uint8_t *at, Py_ssize_t size)
 {
-    float room[CODED];
+    float room[CODED], own_room[CODED];
     uint8_t unsent[MOST_FORM_BYTES];
     f32 *values = (f32 *)room;
     Py_ssize_t first = count_of(in->form, in->used);
     size_t count = (size_t)count_of(in->form, size);
     uint8_t *onward = in->onward.obj ? (uint8_t *)in->onward.buf + in->used : unsent;
     decode(in->form, at, values, count);
-    if (in->own.obj) {
-        fold_f32(values, (const f32 *)in->own.buf + first, values, count, in->operation, (float)in->sum.weight);
+    if (in->own.count) {
+        const uint8_t *own = bytes_at(&in->own, first * 4, (Py_ssize_t)count * 4, (uint8_t *)own_room);
+        fold_f32(values, (const f32 *)own, values, count, in->operation, (float)in->sum.weight);
         if (in->last || in->onward.obj) {
             encode(in->form, values, onward, count);
             if (in->digested)
@@ -512,18 +575,20 @@ static void use(Inlet *in)
     Py_ssize_t fresh = in->arrived - in->used, item = ITEM_BYTES[in->sum.received];
     Py_ssize_t unit = in->form ? bytes_of(in->form, CODED) : UNIT_BYTES, inner = in->form ? unit : INNER_BYTES;
     const uint8_t *at = in->staged ? in->scratch.buf : (uint8_t *)in->into.buf + in->used;
+    uint8_t room[INNER_BYTES];
     if (in->arrived < in->size)
         fresh -= fresh % unit;
     for (Py_ssize_t some; fresh; fresh -= some, at += some, in->used += some) {
         some = fresh < inner ? fresh : inner;
-        const uint8_t *own = in->own.obj && !in->form
-                                 ? (uint8_t *)in->own.buf + in->used / item * ITEM_BYTES[in->element]
+        Py_ssize_t bytes = ITEM_BYTES[in->element];
+        const uint8_t *own = in->own.count && !in->form
+                                 ? bytes_at(&in->own, in->used / item * bytes, some / item * bytes, room)
                                  : at;
         if (in->digested)
             absorb(&in->arrived_digest, at, (size_t)some, own);
         if (in->form)
             use_coded(in, at, some);
-        if (in->form || !in->own.obj)
+        if (in->form || !in->own.count)
             continue;
         uint8_t *into = (uint8_t *)in->into.buf + kept_bytes(in, in->used);
         fold(&in->sum, at, own, into, (size_t)(some / item));
@@ -588,26 +653,11 @@ static PyObject *inlet_pump(Inlet *in, PyObject *arguments)
     return moved(bytes, count, why);
 }
 
-static PyObject *refused(const char *why)
-{
-    PyErr_SetString(PyExc_ValueError, why);
-    return NULL;
-}
-
-/* Hold the memory of `object`, or none for None, in place of what `buffer` held. */
-static int hold(Py_buffer *buffer, PyObject *object, int flags)
-{
-    if (buffer->obj)
-        PyBuffer_Release(buffer);
-    buffer->obj = NULL;
-    return object == Py_None ? 0 : PyObject_GetBuffer(object, buffer, flags);
-}
-
 static int fits_coded(const Inlet *in, Py_ssize_t size, int form)
 {
     Py_ssize_t count = is_form(form) ? count_of(form, size) : 0;
     return in->element == FLOAT32 && in->operation <= MEAN && in->scratch.len >= 2 * MOST_FORM_BYTES && count > 0 &&
-           size == bytes_of(form, count) && (!in->own.obj || in->own.len == count * SCALE_BYTES) &&
+           size == bytes_of(form, count) && (!in->own.count || in->own.len == count * SCALE_BYTES) &&
            (in->into.obj || in->onward.obj) && (!in->into.obj || in->into.len == count * SCALE_BYTES) &&
            (!in->onward.obj || in->onward.len == size);
 }
@@ -617,7 +667,7 @@ static int fits(const Inlet *in, Py_ssize_t size, int received, int kept)
     int wide = in->element == FLOAT16 || in->element == BFLOAT16 ? FLOAT32 : in->element;
     if ((received != in->element && received != wide) || (kept != in->element && kept != wide))
         return 0;
-    if (!in->own.obj)
+    if (!in->own.count)
         return size > 0 && (!in->into.obj || in->into.len == size);
     Py_ssize_t count = size / ITEM_BYTES[received];
     return count > 0 && size == count * ITEM_BYTES[received] && in->own.len == count * ITEM_BYTES[in->element] &&
@@ -631,7 +681,7 @@ static PyObject *inlet_begin(Inlet *in, PyObject *arguments)
     Py_ssize_t size;
     if (!PyArg_ParseTuple(arguments, "nOOiipp|iO", &size, &own, &into, &received, &kept, &last, &digested, &form,
                           &onward) ||
-        hold(&in->own, own, PyBUF_SIMPLE) < 0 || hold(&in->into, into, PyBUF_WRITABLE) < 0 ||
+        hold_places(&in->own, own) < 0 || hold(&in->into, into, PyBUF_WRITABLE) < 0 ||
         hold(&in->onward, onward, PyBUF_WRITABLE) < 0)
         return NULL;
     if (form ? !fits_coded(in, size, form) : in->onward.obj || !fits(in, size, received, kept))
@@ -639,7 +689,7 @@ static PyObject *inlet_begin(Inlet *in, PyObject *arguments)
     in->size = size;
     in->form = form;
     in->last = last;
-    in->staged = form || in->own.obj || !in->into.obj;
+    in->staged = form || in->own.count || !in->into.obj;
     in->arrived = in->used = in->trailer_arrived = 0;
     in->digested = digested;
     memset(&in->arrived_digest, 0, sizeof(Digest));
@@ -661,10 +711,10 @@ static PyObject *inlet_kept(Inlet *in, PyObject *Py_UNUSED(nothing))
 static PyObject *inlet_finish(Inlet *in, PyObject *Py_UNUSED(nothing))
 {
     uint8_t digest[DIGEST_BYTES];
-    int sums = in->own.obj != NULL;
+    int sums = in->own.count > 0;
     if (!complete(in))
         return refused("the piece has not come yet");
-    hold(&in->own, Py_None, 0);
+    hold_places(&in->own, Py_None);
     hold(&in->into, Py_None, 0);
     hold(&in->onward, Py_None, 0);
     if (!in->digested)
@@ -711,7 +761,7 @@ static PyObject *inlet_new(PyTypeObject *type, PyObject *arguments, PyObject *Py
 static void inlet_dealloc(Inlet *in)
 {
     hold(&in->scratch, Py_None, 0);
-    hold(&in->own, Py_None, 0);
+    hold_places(&in->own, Py_None);
     hold(&in->into, Py_None, 0);
     hold(&in->onward, Py_None, 0);
     freed((PyObject *)in);
@@ -722,8 +772,9 @@ static void inlet_dealloc(Inlet *in)
 typedef struct {
     PyObject_HEAD
     int fd, digested, computes; /* `computes`: the payload is digested here, before it is sent */
-    int form;                   /* the form in which `source` is written to the payload, before it is sent */
-    Py_buffer payload, source;
+    int form;      /* the form in which `source` is written to the payload, before it is sent; 0: as it is */
+    Places source; /* may have no part: then the payload is complete */
+    Py_buffer payload;
     Py_ssize_t header_size, sent; /* `sent` counts header, payload and digest */
     Py_ssize_t ready, used;       /* the bytes of the payload that may go, and those that are digested */
     Py_ssize_t trailer_ready;
@@ -742,14 +793,21 @@ static void prepare(Outlet *out, Py_ssize_t begin)
 {
     Py_ssize_t size = out->payload.len, end = size;
     Py_ssize_t unit = out->form ? bytes_of(out->form, CODED) : STRIPE_BYTES;
+    float room[CODED];
     if (begin + BLOCK_BYTES < size)
         end = (begin + BLOCK_BYTES) / unit * unit;
     for (Py_ssize_t some; out->used < end; out->used += some) {
         uint8_t *at = (uint8_t *)out->payload.buf + out->used;
         some = out->form && end - out->used > unit ? unit : end - out->used;
-        if (out->form)
-            encode(out->form, (const f32 *)out->source.buf + count_of(out->form, out->used), at,
-                   (size_t)count_of(out->form, some));
+        Py_ssize_t count = out->form ? count_of(out->form, some) : 0;
+        if (out->form) {
+            const uint8_t *own = bytes_at(&out->source, count_of(out->form, out->used) * 4, count * 4, (uint8_t *)room);
+            encode(out->form, (const f32 *)own, at, (size_t)count);
+        } else if (out->source.count) {
+            const uint8_t *own = bytes_at(&out->source, out->used, some, at);
+            if (own != at)
+                memcpy(at, own, (size_t)some);
+        }
         if (out->computes)
             absorb(&out->digest, at, (size_t)some, at);
         if (out->computes && out->used + some == size)
@@ -765,7 +823,7 @@ static ssize_t send_some(Outlet *out)
     uint8_t *payload = out->payload.buf;
     if (begin > size)
         tail = begin - size, begin = size;
-    if (out->computes || out->form) {
+    if (out->computes || out->source.count) {
         prepare(out, begin);
         end = out->used;
     }
@@ -796,7 +854,7 @@ static PyObject *outlet_pump(Outlet *out, PyObject *arguments)
     Py_END_ALLOW_THREADS
     if (out->payload.obj && out->sent == out->header_size + out->payload.len + (out->digested ? DIGEST_BYTES : 0)) {
         hold(&out->payload, Py_None, 0);
-        hold(&out->source, Py_None, 0);
+        hold_places(&out->source, Py_None);
     }
     return moved(bytes, -1, why);
 }
@@ -839,11 +897,12 @@ static PyObject *outlet_begin(Outlet *out, PyObject *arguments)
         return NULL;
     if (out->payload.obj || header_size > MOST_HEADER_BYTES)
         return refused("a piece is under way, or the header is too long");
-    if (hold(&out->source, source, PyBUF_SIMPLE) < 0 ||
-        hold(&out->payload, payload, form ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
+    if (hold_places(&out->source, source) < 0 ||
+        hold(&out->payload, payload, out->source.count ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
         return NULL;
-    if (form && (!is_form(form) || !out->source.obj || !computes ||
-                 out->payload.len != bytes_of(form, out->source.len / SCALE_BYTES))) {
+    int fits = form ? is_form(form) && out->payload.len == bytes_of(form, out->source.len / SCALE_BYTES)
+                    : !out->source.count || out->payload.len == out->source.len;
+    if (!fits || (out->source.count ? !computes : form)) {
         hold(&out->payload, Py_None, 0);
         return refused("the elements do not fit the payload");
     }
@@ -873,7 +932,7 @@ static PyObject *outlet_new(PyTypeObject *type, PyObject *arguments, PyObject *P
 static void outlet_dealloc(Outlet *out)
 {
     hold(&out->payload, Py_None, 0);
-    hold(&out->source, Py_None, 0);
+    hold_places(&out->source, Py_None);
     freed((PyObject *)out);
 }
 

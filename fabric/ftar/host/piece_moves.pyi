@@ -6,6 +6,7 @@ BLOCK_BYTES: int
 DIGEST_BYTES: int
 
 Buffer = bytes | bytearray | memoryview
+Places = memoryview | tuple[memoryview, ...]  # one memory, or several one after the other
 
 def coded_bytes(form: int, count: int) -> int:
     """Return the bytes of ``count`` elements of float32 in ``form``, a code of ``EXCHANGE_FORMS``."""
@@ -43,7 +44,7 @@ class Inlet:
     def begin(
         self,
         size: int,
-        own: memoryview | None,
+        own: Places | None,
         into: memoryview | None,
         received: int,
         kept: int,
@@ -93,13 +94,13 @@ class Outlet:
         digested: bool,
         computes: bool,
         form: int = 0,
-        source: memoryview | None = None,
+        source: Places | None = None,
     ) -> None:
         """Begin a piece. ``digested``: a digest goes behind it. ``computes``: all of it may go now, and its
         digest is computed here; otherwise ``allow`` says what may go.
 
-        With ``form`` the elements of ``source`` are written to ``payload`` in that form, before they are
-        sent.
+        The elements of ``source`` are written to ``payload`` before they are sent, in ``form`` if there is
+        one.
         """
 
     def allow(self, ready: int, digest: bytes | None = None) -> None:

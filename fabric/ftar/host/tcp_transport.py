@@ -120,7 +120,8 @@ class ByteReceiver:
             check_expected(header, expected)
         operands, element = self._operands, expected.spec.dtype
         received = kept = element
-        own = into = onward = None
+        own: memoryview | tuple[memoryview, ...] | None = None
+        into = onward = None
         form = 0 if self._stale else operands.form_of(piece)
         if form and not (piece.gather and piece.last):
             onward = operands.coded(piece)
@@ -128,7 +129,7 @@ class ByteReceiver:
             into = raw(operands.landing(piece))
         elif not self._stale:
             total = operands.total(piece)
-            own, into = raw(operands.source[piece.start : piece.stop]), raw(total)
+            own, into = operands.lying(piece), raw(total)
             received, kept = DTYPE_CODES[operands.wire_dtype(piece)], DTYPE_CODES[total.dtype]
         self.digested = payload_digest == FOLLOWS
         if onward is not None and own is not None and not piece.last:
@@ -190,12 +191,18 @@ class ByteSender(HostSender):
         return super().pump(free)
 
     def frame(self, piece: RingPiece) -> list[memoryview]:
-        operands, form, source = self._operands, 0, None
+        operands, form = self._operands, 0
+        source: memoryview | tuple[memoryview, ...] | None = None
         payload = operands.coded(piece)
         if payload is None:
             payload = raw(operands.outgoing(piece))
+            places = operands.lying(piece) if operands.parts and not piece.hop else ()
+            if len(places) == 1:
+                (payload,) = places
+            source = places if len(places) > 1 else None
         elif piece.hop == 0 or self._arrivals is None:
-            form, source = operands.form_of(piece), raw(operands.outgoing(piece))
+            form = operands.form_of(piece)
+            source = raw(operands.outgoing(piece)) if piece.hop else operands.lying(piece)
         header = pack(self._header(piece), FOLLOWS if self._checksum else None)
         computes = piece.hop == 0 or not (self._follows or piece.start in operands.digests)
         self._outlet.begin(header, payload, self._checksum, computes, form, source)

@@ -287,8 +287,7 @@ class Handover:
             slot = self._parts.slots.find(order.step)
             backend.scatter(gradients, slot.buffer, weight, slot.absent)
         else:
-            fetched = self._parts.fetch_thread.buffer
-            assert fetched is not None
+            _, fetched = self._parts.fetch_thread.gradients[order.step]
             backend.scatter(gradients, fetched, weight)
 
 

@@ -484,7 +484,7 @@ class Session(LoopCalls):
             self._replay.note_joined(held)
         else:
             self._parts.points.hit("replay", order.step)
-            held = self._parts.fetch_thread.as_prepared()
+            held = self._parts.fetch_thread.as_prepared(order.step)
             self._replay.begin()
         self._journal_commit(order, held, replay=order.prepared is None)
         step.skipped = self.handover.give(order, held)

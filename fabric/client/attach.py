@@ -463,7 +463,7 @@ class _Trainer:
             exchange=self._exchange_thread(plane, slots, backend, crash),
             fetch_thread=FetchThread(
                 loader,
-                gradients.nbytes,
+                lambda step: slots.for_fetch(step).buffer,
                 self.failpoints,
                 crash,
                 PieceFetcher(self.lanes) if self.lanes is not None else None,

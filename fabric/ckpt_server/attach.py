@@ -190,6 +190,7 @@ class _AttachReply:
     snapshots: tuple[SnapshotRef, ...] = ()
     slots: tuple[Int64, ...] = ()
     parts: tuple[Int64, ...] = ()
+    sizes: tuple[Int64, ...] = ()
     rank: Int64 = 0
 
 
@@ -201,7 +202,7 @@ class ServerHandle:
 
     Other processes read at ``url``; ``pid`` is the server's process. ``snapshots``: the snapshots that the
     server held when this trainer attached, oldest first; ``slots``: the slot of each; ``parts``: the number
-    of ranks of each.
+    of ranks of each; ``sizes``: the bytes of each.
     """
 
     url: str
@@ -209,6 +210,7 @@ class ServerHandle:
     snapshots: tuple[SnapshotRef, ...]
     slots: tuple[int, ...]
     parts: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     def __init__(self, settings: ServerSettings, incarnation: int) -> None:
         self._settings = replace(settings, run_dir=settings.run_dir.absolute())
@@ -429,7 +431,7 @@ class ServerHandle:
     def _adopt_reply(self, welcome: _AttachReply) -> None:
         self.url, self.pid, self.snapshots = welcome.url, welcome.pid, welcome.snapshots
         self.slots, self._instance = welcome.slots, welcome.instance
-        self.parts = welcome.parts
+        self.parts, self.sizes = welcome.parts, welcome.sizes
 
     def held_by(self, ranks: int) -> tuple[SnapshotRef, ...]:
         """Return the snapshots in ``snapshots`` that a replica of ``ranks`` ranks has taken."""

@@ -2,6 +2,7 @@
 replica comes back.
 """
 
+import math
 import os
 import time
 from pathlib import Path
@@ -53,7 +54,7 @@ def _is_needed(session: fabric.client.Session, left: int) -> bool:
     commit.
     """
     member = session._engine.member
-    follows = member.serving.listeners and left > _LAST_STEPS
+    follows = math.inf in member.serving.listeners.values() and left > _LAST_STEPS
     # A step under way while this member pauses may have let the newcomer in.
     joins = member.epochs.newest is not member.epochs.current or _is_complete(session)
     return bool(member.serving.promised or follows or joins)

@@ -5,8 +5,10 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alone import losses_alone
@@ -94,11 +96,14 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_and_the_job_loses_no_step(zy
             )
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["the other waits", "the other trains on"])
 @pytest.mark.parametrize("lost", ["rank", "host"])
-def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(zygote, tmp_path, lost):
-    """The other replica waits for r1, so the job is at the step of which every server holds a snapshot."""
-    environment = {"TINY_STEPS": "12", "FABRIC_REPLICAS": "2:2", "FABRIC_SNAPSHOT_EVERY": str(HELD_AT)}
-    held = tmp_path / "held"
+def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(zygote, tmp_path, lost, waits):
+    """Every server holds the snapshot of the step in which r1 dies. r0 waits there, or stands two steps on,
+    and takes no snapshot."""
+    replicas = "2:2" if waits else "2"
+    environment = {"TINY_STEPS": "12", "FABRIC_REPLICAS": replicas, "FABRIC_SNAPSHOT_EVERY": str(HELD_AT)}
+    held, gate = tmp_path / "held", tmp_path / "gate"
     with Cable() as cable:
         inside = ("ip", "netns", "exec", cable.names[0])
         with LaunchedJob(
@@ -106,7 +111,7 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
         ) as job:
             hosts = Hosts(job, cable)
             job.environment |= {"TEST_NETNS": cable.names[0], "FABRIC_BIND": ADDRESSES[0]}
-            job.start_beside("r0")
+            job.start_beside("r0", "" if waits else f"forward@{HELD_AT + 2}=wait:{gate}")
             job.groups["r1"] = ["r1.0", "r1.1"]
             points = {"FABRIC_TEST_POINTS": f"before-ring@{HELD_AT}=wait:{held}"}
             hosts.start("host-0", 0, "--node", "0", **points)
@@ -123,6 +128,12 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
                 job.wait_for(lambda: select.select([rank], [], [], 0)[0], "the end of rank 1, still held")
             held.touch()
             job.wait_for(lambda: len(job.notes("r1")) >= 4, "both ranks of r1 to start again")
+            if not waits:
+                job.wait_for(
+                    lambda: any(x["why"] == "r1 joins" for x in within(cable, job.told, "epoch")),
+                    "r1 to join while r0 stands in its step",
+                )
+                gate.touch()
             codes = {"r0.0": 0, "r0.1": 0, "host-0": 0, "host-1": -9 if lost == "host" else 0, "host-2": 0}
             assert job.end_codes() == codes, (
                 job.logs()
@@ -133,6 +144,11 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
             assert list(joins[0][-1]["sources"]) == ["own memory"], joins
             source = servers["r0", 1].partition("#")[0] if lost == "host" else "own memory"
             assert list(joins[1][-1]["sources"]) == [source], joins
+            (served,) = within(cable, job.told, "serves")
+            gradients = 0 if waits else 2
+            assert served["why"] == (
+                f"step {HELD_AT} from its own hosts' memory, and {gradients} gradients"
+            ), served
             job.check_lanes(12)
 
 
@@ -169,10 +185,14 @@ def test_the_voice_of_a_host_is_lost_and_all_ranks_start_again(zygote, tmp_path,
 
 def holders(job: LaunchedJob, cable: Cable) -> dict[tuple[str, int], str]:
     """Return the servers that hold the snapshot at which r1 is held, by replica and rank."""
-    with ThreadPoolExecutor(1, initializer=enter, initargs=(cable.names[0],)) as inside:
-        rows = inside.submit(job.status).result()["checkpoint_servers"]
     return {
         (x["replica"], x["rank"]): x["ckpt"]
-        for x in rows
+        for x in within(cable, job.status)["checkpoint_servers"]
         if any(snapshot["step"] == HELD_AT for snapshot in x["snapshots"])
     }
+
+
+def within(cable: Cable, ask: Callable[..., Any], *arguments: str) -> Any:
+    """Ask in the network of the lighthouse."""
+    with ThreadPoolExecutor(1, initializer=enter, initargs=(cable.names[0],)) as inside:
+        return inside.submit(ask, *arguments).result()

@@ -218,7 +218,7 @@ class MainThread:
         trainer = self.trainer
         self._busy = False
         generation = trainer.core.memory.state.generation
-        if generation > 0 and trainer.clockwork.chance(0.15):
+        if generation > 0 and trainer.clockwork.chance(trainer.world.settings.snapshots):
             self.snapshot(generation)
         if self.step >= trainer.world.until_of(trainer):
             self.closing = True

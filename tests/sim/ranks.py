@@ -382,6 +382,7 @@ class RankWorld(World):
 
     trainer_class = Heading
     follower_class = Following
+    rank_faults: tuple[str, ...] = RANK_FAULTS
     has_one_lane = False
     # steps take longer, because every operation goes to rank 0 and back over sometimes slow links
     patience = 3
@@ -395,7 +396,7 @@ class RankWorld(World):
         self.parts: dict[tuple[int, SnapshotRef], str] = {}
         self.lanes = [Lane(self, rank) for rank in range(1, self.ranks)]
         for _ in range(0 if faultless or self.blackout else clockwork.random.choice((1, 1, 2, 3))):
-            kind = clockwork.random.choice(RANK_FAULTS)
+            kind = clockwork.random.choice(self.rank_faults)
             time = clockwork.between(0.3, 3.0)
             if clockwork.chance(0.5):
                 clockwork.at(time, lambda kind=kind: self.strike_rank(kind))
@@ -452,11 +453,14 @@ class RankWorld(World):
         clockwork.counts[f"fault: {kind}"] += 1
         if kind == "kill rank":
             lane.end(victim)
-        elif kind == "kill rank host":
+        elif kind in ("kill rank host", "lose rank host"):
             of_replica = [x.by_key.get((victim.host, victim.incarnation)) for x in self.lanes_of(victim)]
             for rank in hosts_of(1 + len(of_replica))[-1]:
                 if (lost := of_replica[rank - 1]) is not None:
                     self.lanes[rank - 1].end(lost)
+                    if kind == "lose rank host" and lost.server.alive:
+                        lost.server.kill()
+                        self.network.death(lost.server)
         elif kind == "pause rank":
             victim.pause()
             clockwork.at(clockwork.between(0.02, 2.0), victim.resume)

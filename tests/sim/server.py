@@ -18,7 +18,6 @@ STATUS_S = 0.1
 # After this many seconds without an answer to its ping, the server tries another lighthouse.
 PING_S = 1.5
 ALWAYS = 2
-LISTENING = 24
 
 
 # This mark in a digest means that a bit was flipped; every later state keeps the mark.
@@ -93,7 +92,7 @@ class Server(Process):
     def publish_gradient(self, generation: int, gradient: Gradient, listening: bool) -> None:
         gradients = self.memory.gradients
         gradients[generation, gradient.step] = gradient
-        while len(gradients) > (LISTENING if listening else ALWAYS):
+        while len(gradients) > (self.world.settings.kept if listening else ALWAYS):
             del gradients[next(iter(gradients))]
 
     # --- status -------------------------------------------------------------------------------------

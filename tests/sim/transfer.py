@@ -46,7 +46,13 @@ class Transfer:
 
     def _state_arrives(self, order: io.FetchState) -> None:
         """Complete a fetch of ranges from all sources, if one source still holds the state at the end."""
-        self.trainer.server.take_slot() if self.trainer.server.alive else None
+        own, counts = self.trainer.server, self.trainer.clockwork.counts
+        if own.alive and order.state not in own.memory.snapshots:
+            own.take_slot()
+        named = [self.trainer.world.servers.get(url.partition("#")[0]) for url in order.lanes or order.urls]
+        if order.state.generation and any(x is not None and x.host == own.host for x in named):
+            there = own.alive and order.state in own.memory.snapshots
+            counts["own: from memory" if there else "own: not in memory"] += 1
         for server in self._reachable(order.urls, with_own=True):
             if order.state in server.memory.snapshots:
                 self.state = order.state

@@ -56,6 +56,8 @@ class Settings:
     shares: tuple[int, ...] = ()  # each replica's share of the work, in their order; empty: equal shares
     spare: str = ""  # the replica that asks to be a spare
     racks: dict[str, str] = field(default_factory=dict)  # replica -> the rack that it names
+    snapshots: float = 0.15  # how likely a replica snapshots a state for itself
+    kept: int = 24  # the gradients that a server keeps while a newcomer replays
     busy_every: int = 0  # period in steps at which the user's code announces long work; 0: never
 
 

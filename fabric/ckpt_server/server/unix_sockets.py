@@ -476,6 +476,7 @@ def _welcome(rank: LocalRank) -> Response:
         snapshots=[asdict(content.ref) for content in held],
         slots=[slot.index for slot in rank.slots.held(SNAPSHOT)],
         parts=[content.parts for content in held],
+        sizes=[content.nbytes for content in held],
     )
 
 

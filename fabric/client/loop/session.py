@@ -445,7 +445,7 @@ class Session(LoopCalls):
             begin(
                 self._engine,
                 parts,
-                TrainingSetup(plan, described, digest, part, sharing, data_slot, step),
+                TrainingSetup(plan, described, digest, part, sharing, data_slot, step, not is_sliced),
             )
         except StorageUnavailable as error:
             self._shutdown.leave(str(error), 75)

@@ -6,7 +6,7 @@ follow it.
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
@@ -19,7 +19,8 @@ from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sha
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
 from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest, voices_of
-from fabric.runtime.config import Settings, advertised_hosts, layout_orders
+from fabric.protocol.rules.own_memory import replay_steps
+from fabric.runtime.config import advertised_hosts, layout_orders
 from fabric.runtime.http.http_service import url_host
 from fabric.runtime.rank_layout import read_offer
 from fabric.runtime.system_calls import seconds_since_boot
@@ -37,6 +38,7 @@ class TrainingSetup:
     sharing: Sharing = EVERYTHING  # how micro-batches are divided among the members
     data_slot: int = -1
     step: int = 0  # step of the initial state
+    calls_exchange: bool = False  # each replayed gradient takes a run of the whole loop
 
 
 def digest_of_names(parameters: Iterable[tuple[str, Any]]) -> str:
@@ -66,7 +68,7 @@ def make_engine(parts: EngineParts) -> Engine:
 def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     """Listen for peers and take part in the job. Raises FabricError where the start fails."""
     settings, process = parts.settings, parts.process
-    config = _config(settings, parts.exchange.retain, setup.plan)
+    config = _config(parts, setup)
     port = engine.listen(settings.bind, settings.ports)
     ckpt = parts.handle.url + (f"#{process.rank}" if process.rank else "")
     address = RankAddress(",".join(map(url_host, advertised_hosts(settings))) + f":{port}", ckpt)
@@ -103,6 +105,8 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     layout = gradients.layout if cuts else replica_digest([x["layout"] for x in declared])
     ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in declared[1:])
     identity = _identity(parts, setup, address, layout, ranks)
+    # A lost host's ranks do not know how large their state is.
+    config = replace(config, replay_steps=max(x["replay"] for x in declared))
     state = MemberState(0, setup.step, together([x["digest"] for x in declared]))
     engine.begin(MemberCore(identity, config, seconds_since_boot(), state, _held_by_all(declared)))
     if not any(x["holds"] for x in declared):
@@ -127,6 +131,7 @@ def _declare(
         "names": digest_of_names(gradients.parameters),
         "snapshots": [[x.generation, x.step, x.digest] for x in parts.handle.held_by(group.size)],
         "holds": bool(parts.handle.snapshots),
+        "replay": _replay_steps(parts, setup),
     }
     return group.ask(own, lambda rows: answers_of_rank_0(rows, declared))
 
@@ -146,21 +151,22 @@ def answers_of_rank_0(rows: list[dict[str, Any]], declared: list[dict[str, Any]]
     return answers
 
 
-def _config(settings: Settings, retain: bool, plan: DataPlan) -> MemberConfig:
-    offer = read_offer(layout_orders())
+def _config(parts: EngineParts, setup: TrainingSetup) -> MemberConfig:
+    settings, offer = parts.settings, read_offer(layout_orders())
     return MemberConfig(
         min_replicas=settings.min_replicas,
         autonomy_s=settings.autonomy_s,
         digest_every=settings.digest_every if settings.reproducible else 0,
         replay=settings.reproducible,
+        replay_steps=_replay_steps(parts, setup),
         exchange_s=settings.exchange_s,
         user_code_s=settings.user_code_s,
         on_nan=settings.on_nan,
         adapt=settings.adapt,
         launched=LaunchedLayouts(settings.layout, offer.allowed, offer.refused),
         stores=bool(settings.durable),
-        retain=retain,
-        plan=plan,
+        retain=parts.exchange.retain,
+        plan=setup.plan,
     )
 
 
@@ -198,6 +204,14 @@ def _identity(
         ended=find_job_end(settings.home),
         secret=secrets.token_hex(16),
     )
+
+
+def _replay_steps(parts: EngineParts, setup: TrainingSetup) -> int:
+    """Return ``OpenSession.replay_steps``. Without digests nobody would notice a wrong state in memory."""
+    if not (parts.settings.reproducible and parts.settings.digest_every):
+        return 0
+    most = replay_steps(max(parts.handle.sizes, default=0), parts.gradients.nbytes)
+    return min(most, 1) if setup.calls_exchange else most
 
 
 def _check_equal_work(declared: list[dict[str, Any]]) -> None:

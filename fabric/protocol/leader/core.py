@@ -156,7 +156,7 @@ class LeaderCore:
         self.evictions: Evictions = Evictions(
             state, outbox, writer, evidence, self.starts, self.admission, self.endings
         )
-        self.joins: Joins = Joins(state, outbox, limits, writer, self.admission, evidence)
+        self.joins: Joins = Joins(state, outbox, limits, writer, self.admission, evidence, self.bases)
         self.rebuilds: RingRebuilder = RingRebuilder(state, outbox, writer, self.evictions)
         self.decisions: Decisions = Decisions(state, outbox, self.bases, self.evictions)
         self.adaptations: Adaptations = Adaptations(state, outbox, limits, writer)

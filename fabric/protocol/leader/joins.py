@@ -3,13 +3,15 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from fabric.model import Record, SnapshotRef
+from fabric.model import Record, SnapshotRef, counted
 from fabric.protocol.leader.admission import Admission
+from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import network as m
+from fabric.protocol.rules.own_memory import ALWAYS_KEPT, own_snapshot
 
 # If all members missed the step of a snapshot, the leader asks for a later step after this many seconds.
 SERVE_AGAIN_S = 0.1
@@ -25,6 +27,7 @@ class Serving:
     epoch: int = 0
     tries: int = 0  # how many snapshots the leader has offered to the newcomer
     again: bool = False
+    lost: bool = False  # the newcomer holds no usable state, and none was looked for in its own memory
     gap: int = -1  # the newcomer's smallest distance to the job's step since its newest snapshot
     gap_at: int = 0  # the job's step when ``gap`` was smallest
     blocking_reason: str = ""  # why the newcomer enters by a blocking join; empty: by replay
@@ -46,6 +49,7 @@ class Joins:
     writer: RecordWriter
     admission: Admission
     evidence: FailureEvidence
+    bases: BaseChoice
     serving: dict[str, Serving] = field(default_factory=dict)
 
     def on_request_state(self, peer: Peer, message: m.RequestState) -> None:
@@ -56,6 +60,7 @@ class Joins:
         old = self.serving.get(name, Serving())
         cut = self.state.record is not None and bool(self.admission.out_of_reach(self.state.record, peer))
         serving = self.serving[name] = Serving(tries=old.tries if message.lost and not cut else 0)
+        serving.lost = message.lost and not old.tries
         self.outbox.record_event("needs state", name, message.why)
         if not peer.session.replay:
             serving.blocking_reason = "its settings turn replay off"
@@ -76,7 +81,6 @@ class Joins:
         """Ask the members to snapshot at a later step, and tell the newcomer the sources."""
         if not self.serving:
             return
-        names = {x.replica for x in record.roster}
         for joiner, serving in list(self.serving.items()):
             peer, member = self.state.liveness.peers.get(joiner), record.member(joiner)
             inside = peer is not None and member is not None and peer.incarnation == member.incarnation
@@ -92,14 +96,20 @@ class Joins:
                 continue  # the newcomer could not fetch the published gradients
             elif serving.has_sources:
                 self._watch_gap(record, peer, serving)
+            elif serving.lost and member is None and self._serve_own_memory(record, peer, serving):
+                continue
             else:
-                answered = (serving.asked & names) <= (set(serving.taken) | serving.missed)
-                late = self.state.now - serving.asked_at >= SERVE_AGAIN_S
-                if serving.asked and answered and serving.taken:
-                    self._send_sources(record, joiner, serving)
-                elif not serving.asked or (answered and late):
-                    step = self.state.top_step() + (0 if self.state.is_parked(record) else 1)
-                    self.ask_to_serve(record, joiner, step)
+                step = self.state.top_step() + (0 if self.state.is_parked(record) else 1)
+                self._serve_members_state(record, joiner, serving, step)
+
+    def _serve_members_state(self, record: Record, joiner: str, serving: Serving, step: int) -> None:
+        """Ask the members for snapshots of ``step``; then tell the newcomer who has one."""
+        answered = (serving.asked & set(record.names)) <= (set(serving.taken) | serving.missed)
+        late = self.state.now - serving.asked_at >= SERVE_AGAIN_S
+        if serving.asked and answered and serving.taken:
+            self._send_sources(record, joiner, serving)
+        elif not serving.asked or (answered and late):
+            self.ask_to_serve(record, joiner, step)
 
     def _watch_gap(self, record: Record, peer: Peer, serving: Serving) -> None:
         """End a replay that does not get closer to the job's step."""
@@ -176,10 +186,35 @@ class Joins:
             return
         holders = [self.state.addressed(x) for x in record.roster if serving.taken.get(x.replica) == digest]
         urls = tuple(a.ckpt for x in holders for a in x.addresses)
+        state = SnapshotRef(record.generation, serving.step, digest)
+        self._send_state(record, joiner, state, urls, f"from {len(holders)} replicas")
+
+    def _serve_own_memory(self, record: Record, peer: Peer, serving: Serving) -> bool:
+        """Let the newcomer begin from its own hosts' snapshot, if the gradients since then have fewer bytes.
+
+        Return whether there is such a snapshot. Of a lost host other servers must hold the parts.
+        """
+        serving.lost, joiner, top = False, peer.session.replica, self.state.top_step()
+        held = self.bases.held_states([peer])
+        held = {ref: urls for ref, urls in held.items() if ref not in self.bases.mistrusted}
+        own = set(self.state.liveness.servers.urls_of(as_member(peer.session)))
+        decision = self.state.epoch.decision
+        kept_from = (decision.step if decision is not None else top) - ALWAYS_KEPT
+        state = own_snapshot(held, own, (record.generation, top), kept_from, peer.session.replay_steps)
+        if state is None:
+            return False
+        self.ask_to_serve(record, joiner, state.step)  # so that they keep the gradients from there on
+        text = f"from its own hosts' memory, and {counted(top - state.step, 'gradient')}"
+        self._send_state(record, joiner, state, tuple(sorted(held[state])), text)
+        return True
+
+    def _send_state(
+        self, record: Record, joiner: str, state: SnapshotRef, urls: tuple[str, ...], text: str
+    ) -> None:
+        serving = self.serving[joiner]
         serving.has_sources = True
         serving.tries += 1
-        state = SnapshotRef(record.generation, serving.step, digest)
-        self.outbox.record_event("serves", joiner, f"step {serving.step} from {len(holders)} replicas")
+        self.outbox.record_event("serves", joiner, f"step {state.step} {text}")
         self.outbox.send(joiner, m.StateSources(record.fence, state, urls, serving.again))
 
     def serve_blocking_joins(self, record: Record) -> None:
@@ -189,14 +224,8 @@ class Joins:
             serving = self.serving.get(name)
             if serving is None or serving.epoch != record.epoch:
                 self.ask_to_serve(record, name, self.state.epoch.decision.step)
-                continue
-            answered = serving.asked <= (set(serving.taken) | serving.missed)
-            if serving.has_sources or not answered:
-                continue
-            if serving.taken:
-                self._send_sources(record, name, serving)
-            elif self.state.now - serving.asked_at >= SERVE_AGAIN_S:
-                self.ask_to_serve(record, name, self.state.epoch.decision.step)
+            elif not serving.has_sources:
+                self._serve_members_state(record, name, serving, self.state.epoch.decision.step)
 
     def admit_blocking_join(self, record: Record) -> bool:
         """Admit a newcomer that cannot catch up by replay: the members wait until it has loaded its state.

@@ -105,11 +105,8 @@ class CatchUp:
         self.fetch.doing = ""
         self._memory.state = MemberState(self.fetch.generation, event.step, event.digest)
         self._memory.loaded = event.step
-        if (
-            event.last
-            and self._epochs.newest is not None
-            and self.fetch.generation != self._epochs.newest.generation
-        ):
+        newest = self._epochs.newest
+        if event.last and newest is not None and self.fetch.generation != newest.generation:
             self._context.stop(
                 RESTART,
                 "the end of the loop was loaded from a generation that is over: this process starts again",
@@ -132,18 +129,14 @@ class CatchUp:
     def on_gradient_gone(self, event: io.GradientGone) -> None:
         if self.fetch.doing != "gradient":
             return
-        fetch = self.fetch
+        fetch, mode = self.fetch, self._epochs.mode
         fetch.doing, fetch.misses = "", fetch.misses + 1
         if event.step != self._memory.state.step or not self.is_behind():
             return
-        if event.gone or (fetch.misses >= MAX_MISSES and self._epochs.mode in (Mode.RUN, Mode.CATCH_UP)):
+        if event.gone or (fetch.misses >= MAX_MISSES and mode in (Mode.RUN, Mode.CATCH_UP)):
             self._memory.distrust()
             self.cannot_catch_up(event.why)
-        elif (
-            fetch.misses >= MAX_MISSES
-            and self._epochs.mode is Mode.OUTSIDE
-            and self._session.contact.connected
-        ):
+        elif fetch.misses >= MAX_MISSES and mode is Mode.OUTSIDE and self._session.contact.connected:
             # Perhaps the job commits no steps; perhaps the checkpoint servers have other addresses now.
             self._request_state(f"no server delivers the gradient of step {event.step}")
 
@@ -154,32 +147,25 @@ class CatchUp:
         self._context.emit(io.SendLeader(m.RequestState(self._epochs.newest.fence, why, lost)))
 
     def cannot_catch_up(self, why: str, unusable: bool = False) -> None:
-        self._context.emit(
-            io.WriteJournal("catch-up failed", self._epochs.epoch(), self._memory.state.step, why)
-        )
-        if self._epochs.mode is not Mode.OUTSIDE and self._epochs.newest is not None:
-            self._session.contact.fallen = m.CannotContinue(self._epochs.newest.fence, why, unusable)
+        epoch, newest = self._epochs.epoch(), self._epochs.newest
+        self._context.emit(io.WriteJournal("catch-up failed", epoch, self._memory.state.step, why))
+        if self._epochs.mode is not Mode.OUTSIDE and newest is not None:
+            self._session.contact.fallen = m.CannotContinue(newest.fence, why, unusable)
             self._context.emit(io.SendLeader(self._session.contact.fallen))
 
     def is_behind(self) -> bool:
         """Whether my state must catch up with the others'."""
+        mode, state, round_ = self._epochs.mode, self._memory.state, self._rounds.round
         if self._session.contact.finished:
             return False
-        if self._epochs.mode in (Mode.OUTSIDE, Mode.JOINED):
+        if mode in (Mode.OUTSIDE, Mode.JOINED):
             return self._epochs.newest is not None
-        if self._epochs.mode is Mode.CATCH_UP:
-            assert self._epochs.resume is not None
+        if mode is Mode.CATCH_UP:
+            resume = self._epochs.resume
+            assert resume is not None
             # Rule 8: a state of the last generation may have been on its way into memory.
-            generation = self._epochs.resume.fence.generation
-            return (
-                self._memory.state.generation != generation
-                or self._memory.state.step < self._epochs.resume.step
-            )
-        return (
-            self._epochs.mode is Mode.RUN
-            and self._rounds.round is not None
-            and self._rounds.round.step > self._memory.state.step
-        )
+            return state.generation != resume.fence.generation or state.step < resume.step
+        return mode is Mode.RUN and round_ is not None and round_.step > state.step
 
     def fetch_when_behind(self) -> None:
         fetch, newest = self.fetch, self._epochs.newest
@@ -200,8 +186,10 @@ class CatchUp:
         elif self._memory.state.generation == newest.generation:
             if not self._memory.waiting:
                 return  # the main thread may still read the last gradient's buffer
-            roster = [x.ckpt for x in newest.roster if x.replica != self._context.replica]
-            urls = tuple(dict.fromkeys([*self.fetch.urls, *roster]))
+            me = self._context.identity
+            own = {me.ckpt, *(x.ckpt for x in me.ranks)}
+            roster = [x.ckpt for x in newest.roster if x.replica != me.replica]
+            urls = tuple(x for x in dict.fromkeys([*self.fetch.urls, *roster]) if x not in own)
             fetch.doing = "gradient"
             self._context.emit(io.FetchGradient(newest.generation, self._memory.state.step, urls))
         elif self._epochs.mode is Mode.OUTSIDE and self._session.contact.connected:

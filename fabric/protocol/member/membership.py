@@ -77,13 +77,12 @@ class Membership:
     def on_beat_reply(self, message: m.HeartbeatAck) -> None:
         self._session.ask_measure(message.measure, message.echo)
         self._serving.heed(message)
-        sent = self._session.contact.sent.pop(message.number, None)
+        contact = self._session.contact
+        sent = contact.sent.pop(message.number, None)
         if sent is not None:
-            self._session.contact.last = max(self._session.contact.last, sent)
-            self._session.contact.sent = {
-                n: t for n, t in self._session.contact.sent.items() if n > message.number
-            }
-            unheeded, self._session.contact.unheeded = self._session.contact.unheeded, None
+            contact.last = max(contact.last, sent)
+            contact.sent = {n: t for n, t in contact.sent.items() if n > message.number}
+            unheeded, contact.unheeded = contact.unheeded, None
             if unheeded is not None:
                 self.on_resume(unheeded)
 
@@ -197,32 +196,26 @@ class Membership:
 
     def _repeat_answer(self) -> None:
         """Rule 6, the same epoch again: repeat my answers, because a new leader asks."""
-        assert self._epochs.newest is not None
+        epochs, mode, last_round = self._epochs, self._epochs.mode, self._rounds.last_round
+        assert epochs.newest is not None
         if self._session.contact.fallen is not None:
             self._context.emit(io.SendLeader(self._session.contact.fallen))
-        if self._epochs.mode is not Mode.OUTSIDE and self._epochs.newest.epoch not in self._epochs.links.up:
-            self._context.emit(io.LinkUp(self._epochs.newest))
-        if self._epochs.report is not None and self._epochs.report.fence == self._epochs.newest.fence:
-            self._send_report(self._epochs.report, self._epochs.newest)
-        if self._epochs.mode is Mode.ABORTED:
+        if mode is not Mode.OUTSIDE and epochs.newest.epoch not in epochs.links.up:
+            self._context.emit(io.LinkUp(epochs.newest))
+        if epochs.report is not None and epochs.report.fence == epochs.newest.fence:
+            self._send_report(epochs.report, epochs.newest)
+        if mode is Mode.ABORTED:
             self._session.repeat_aborted()
-        elif (
-            self._epochs.mode is Mode.RUN
-            and self._epochs.current is not None
-            and self._rounds.last_round.epoch == self._epochs.current.epoch
-        ):
-            self._context.emit(
-                io.SendLeader(m.Running(self._epochs.current.fence, self._rounds.last_round.step))
-            )
+        elif mode is Mode.RUN and epochs.current is not None and last_round.epoch == epochs.current.epoch:
+            self._context.emit(io.SendLeader(m.Running(epochs.current.fence, last_round.step)))
 
     def _report(self, record: Record) -> None:
         """Rule 7: build the report, a promise to take no part in older epochs."""
-        if (
-            self._epochs.mode is not Mode.REPORTED
-            or self._epochs.report is None
-            or self._epochs.report.fence != record.fence
-        ):
+        before = self._epochs.report
+        if self._epochs.mode is not Mode.REPORTED or before is None or before.fence != record.fence:
             self._epochs.enter_mode(Mode.REPORTED)
+            if self._epochs.current is not None:
+                self._serving.keep_for_lost(self._epochs.current, record)
         prepared = self._rounds.prepared
         last_round = self._rounds.last_round
         entry = record.member(self._context.replica)

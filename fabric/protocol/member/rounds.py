@@ -286,19 +286,15 @@ class Rounds:
     def go_to(self, record: Record) -> None:
         self._epochs.current = record
         self.round = None
-        self._epochs.links.first_step = (
-            self._memory.state.step if record.is_forced else self._planned_first_step(record)
-        )
+        step = self._memory.state.step if record.is_forced else self._planned_first_step(record)
+        self._epochs.links.first_step = step
         self._epochs.links.up = {e for e in self._epochs.links.up if e >= record.epoch}
         self._context.emit(io.Switch(record))
 
     def _planned_first_step(self, record: Record) -> int:
-        early = [step for epoch, step in self._epochs.links.early if epoch == record.epoch]
-        return (
-            max([self._memory.state.step, *early])
-            if self._epochs.mode is Mode.JOINED
-            else self._memory.state.step
-        )
+        joined = self._epochs.mode is Mode.JOINED
+        early = [x for epoch, x in self._epochs.links.early if joined and epoch == record.epoch]
+        return max([self._memory.state.step, *early])
 
     def to_roster(self, message: m.PeerMessage) -> None:
         assert self.round is not None
@@ -568,8 +564,7 @@ class Rounds:
         if prepared is None or self._memory.lacks_digest() or self._agreement.fails(round_):
             return
         self.prepared = prepared
-        newest = self._epochs.newest
-        round_.ready_record = round_.record
+        newest, round_.ready_record = self._epochs.newest, round_.record
         if (
             newest is not None
             and newest.epoch > round_.record.epoch

@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass, field
 
 from fabric.exit_codes import RESTART
-from fabric.model import SnapshotRef, writer_of
+from fabric.model import Record, SnapshotRef, writer_of
 from fabric.protocol.member.session import LighthouseSession
 from fabric.protocol.member.state import CoreContext, KnownEpochs, MemberMemory, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.rules.own_memory import KEPT
 
 # After a notice a member without answers from the leader decides on its own after this time.
 ALONE_S = 3.0
@@ -29,7 +30,8 @@ class SnapshotServing:
     snapshots: tuple[SnapshotRef, ...]  # the snapshots that my checkpoint server holds
     # joining member -> the step at which a snapshot is promised to it
     promised: dict[str, int] = field(default_factory=dict)
-    listeners: set[str] = field(default_factory=set)  # joining members that replay published gradients
+    # replica that replays published gradients, or may soon -> the last step that is kept for it
+    listeners: dict[str, float] = field(default_factory=dict)
     snapshotting: int = -1  # the step of the snapshot that is being taken
     noticed_at: float = math.inf  # when this process got notice
     saves: bool = False  # whether I save the state for all, as the leader says or because none answers
@@ -38,6 +40,7 @@ class SnapshotServing:
     _save_at: float = -math.inf  # the earliest time of the next try
 
     def on_serve(self, message: m.TakeSnapshotFor) -> None:
+        self._keep_gradients(message.joiner, math.inf)
         if self._epochs.mode not in (Mode.RUN, Mode.CATCH_UP) or message.step < self._memory.state.step:
             missed = m.SnapshotMissed(self._epochs.fence(), message.joiner, message.step)
             self._context.emit(io.SendLeader(missed))
@@ -46,14 +49,22 @@ class SnapshotServing:
             self._session.hurry()
             return
         self.promised[message.joiner] = message.step
-        self.listeners.add(message.joiner)
-        self._context.emit(io.RetainGradients(True))
 
     def on_serve_end(self, message: m.StopServing) -> None:
         self.promised.pop(message.joiner, None)
-        self.listeners.discard(message.joiner)
-        if not self.listeners:
-            self._context.emit(io.RetainGradients(False))
+        self._keep_gradients(message.joiner, -1)
+
+    def keep_for_lost(self, before: Record, after: Record) -> None:
+        """Keep the next gradients for each lost member, which may begin again from its hosts' memory."""
+        for lost in before.roster:
+            if not lost.leaving and after.member(lost.replica) is None:
+                self._keep_gradients(lost.replica, self._memory.state.step + KEPT)
+
+    def _keep_gradients(self, replica: str, last: float) -> None:
+        """Keep gradients for this replica until step ``last``, or no more if that is negative."""
+        self.listeners[replica] = last
+        self.listeners = {name: step for name, step in self.listeners.items() if step >= 0}
+        self._context.emit(io.RetainGradients(bool(self.listeners)))
 
     def on_snapshotted(self, event: io.Snapshotted) -> None:
         if event.step == self.snapshotting:
@@ -76,6 +87,8 @@ class SnapshotServing:
 
     def snapshot_when_due(self) -> None:
         step = self._memory.state.step
+        for replica in [name for name, last in self.listeners.items() if last < step]:
+            self._keep_gradients(replica, -1)
         due = self._epochs.mode in (Mode.RUN, Mode.CATCH_UP) and step in self.promised.values()
         if due and self.snapshotting != step:
             self.snapshotting = step

@@ -1,6 +1,7 @@
 """The session with the lighthouse: it opens, sends heartbeats, and repeats messages that must arrive."""
 
 from collections import deque
+from dataclasses import fields
 
 from fabric.exit_codes import FAILED, RESTART
 from fabric.model import EarlierStep, Fence, SnapshotRef, StepTimes
@@ -12,6 +13,17 @@ from fabric.protocol.messages import network as m
 MAX_NAMED = 64
 # The most steps in one heartbeat beside the newest: a heartbeat goes at least every quarter of a second.
 MOST_EARLIER = 16
+# The settings that the first message repeats.
+_OF_CONFIG = (
+    "stores",
+    "adapt",
+    "launched",
+    "replay",
+    "replay_steps",
+    "exchange_s",
+    "user_code_s",
+    "autonomy_s",
+)
 
 
 class LighthouseSession:
@@ -160,44 +172,21 @@ class LighthouseSession:
 
     def _first_message(self, snapshots: tuple[SnapshotRef, ...]) -> m.OpenSession:
         me, state, newest = self._context.identity, self._memory.state, self._epochs.newest
+        config = self._context.config
         return m.OpenSession(
-            replica=me.replica,
-            incarnation=me.incarnation,
+            **{x.name: getattr(me, x.name) for x in fields(me) if x.name != "durable"},
+            **{name: getattr(config, name) for name in _OF_CONFIG},
+            durable=me.durable or (),
             generation=state.generation,
             step=state.step,
             digest=state.digest,
             epoch=newest.epoch if newest is not None else 0,
             known_generation=newest.generation if newest is not None else 0,
             store_id=newest.store_id if newest is not None else "",
-            link=me.link,
-            ckpt=me.ckpt,
-            micro_batches=me.micro_batches,
-            layout=me.layout,
-            tensors=me.tensors,
-            plane=me.plane,
-            durable=me.durable or (),
-            ended=me.ended,
-            data=me.data,
             began=self._memory.began,
-            shares=me.shares,
             snapshots=snapshots,
-            predecessors=me.predecessors,
             finished=self.contact.finished,
-            sharing=me.sharing,
-            data_slot=me.data_slot,
-            rack=me.rack,
-            stores=self._context.config.stores,
-            adapt=self._context.config.adapt,
-            cuts=me.cuts,
-            launched=self._context.config.launched,
-            ranks=me.ranks,
-            spare=me.spare,
-            secret=me.secret,
-            replay=self._context.config.replay,
-            exchange_s=self._context.config.exchange_s,
-            user_code_s=self._context.config.user_code_s,
-            autonomy_s=self._context.config.autonomy_s,
-            roster=self._epochs.newest.roster_digest if self._epochs.newest is not None else "none",
+            roster=newest.roster_digest if newest is not None else "none",
         )
 
     def on_lost(self, _: io.LeaderLost) -> None:

@@ -86,6 +86,7 @@ class MemberConfig:
     digest_every: int = 1  # steps between digests of the shared state; 0: never
     retain: bool = True  # the kept gradient survives the exchange, so a retry need not compute it again
     replay: bool = True  # catch up by published gradients; False: by a blocking join
+    replay_steps: int = 0  # as in ``OpenSession``
     exchange_s: float = 60.0  # the time budget for an exchange
     user_code_s: float = 1800.0  # the time budget for user code
     stores: bool = True  # this replica has storage for durable checkpoints

@@ -243,6 +243,7 @@ class OpenSession:
     known_generation: Int64 = 0  # the newest that the sender knows; its state may belong to none
     began: Int64 = 0  # the step at which the process began, before it loaded any state
     store_id: str = ""  # the store of the newest epoch that the sender knows; empty: an older version
+    replay_steps: Int64 = 0  # the most gradients with fewer bytes than its servers' snapshots; 0: not said
 
 
 @dataclass(frozen=True, slots=True)

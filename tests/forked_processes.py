@@ -425,10 +425,8 @@ def _fork_programs(zygote: str) -> None:
     known = {name: getattr(subprocess, name) for name in names}
     guarded = importlib.import_module("fabric.runtime.guarded_processes")
     guarded.subprocess = SimpleNamespace(Popen=start, **known)
-    for name in ("attempt", "launcher"):
-        importlib.import_module(f"fabric.cli.launch.{name}").subprocess = SimpleNamespace(
-            Popen=_Fork, **known
-        )
+    attempt = importlib.import_module("fabric.cli.launch.attempt")
+    attempt.subprocess = SimpleNamespace(Popen=_Fork, **known)
 
 
 def main() -> None:

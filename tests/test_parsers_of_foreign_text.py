@@ -20,6 +20,7 @@ from fabric.ckpt_server.server.debug_probe import parse_dump, parse_flight
 from fabric.ckpt_server.state.training_state import FORMAT as STATE
 from fabric.ckpt_server.state.training_state import parse_description
 from fabric.cli.drill import read_plan
+from fabric.cli.launch.command import parse_ranks
 from fabric.client.collectives.calls import Call, CallFrame, Payload
 from fabric.collectives.recording import Process, parse_recording
 from fabric.drill.injection.injector import read_answer
@@ -38,7 +39,7 @@ from fabric.protocol.nodes import NodeOrder
 from fabric.runtime import config
 from fabric.runtime.drill_orders import PointOrder, read_order
 from fabric.runtime.http.http_service import parse_ports
-from fabric.runtime.rank_layout import parse_layout, parse_order, parse_ranks
+from fabric.runtime.rank_layout import parse_layout, parse_order
 from fabric.transport.greeting import CHALLENGE_BYTES, Greeting, _proof, read_hello
 from fabric.transport.link import FrameParser
 from fabric.transport.tcp import parse_address

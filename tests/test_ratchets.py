@@ -34,7 +34,7 @@ LIMITS = {
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
     "lines of fabric/": 85_275,
-    "files of fabric/": 354,
+    "files of fabric/": 357,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 2.08,
     "functions that only forward": 90,

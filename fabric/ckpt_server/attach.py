@@ -38,7 +38,7 @@ from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import Int64, JobEnd, SnapshotRef
 from fabric.protocol.messages.wire import decode_as
 from fabric.runtime.private_folder import make_private, open_private, socket_path
-from fabric.runtime.process_environment import outliving_environment
+from fabric.runtime.process_environment import LAUNCH_MARK, outliving_environment, process_environment
 
 # Starts a checkpoint server from its trainer, in a session of its own, so that it outlives the trainer.
 #
@@ -472,6 +472,7 @@ class ServerHandle:
                 "replica": settings.replica,
                 "job": settings.job,
                 "rank": settings.rank,
+                "launch_mark": process_environment().get(LAUNCH_MARK, ""),
             }
             answer, _ = line.ask(body, timeout_s)
             reply = decode_as(_AttachReply, answer, "attach")

@@ -8,6 +8,7 @@ waits for the end of a pipe that the supervisor alone holds open. Then the guard
 the mark.
 """
 
+import asyncio
 import contextlib
 import os
 import select
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import fabric
-from fabric.runtime.process_environment import own_program
+from fabric.runtime.process_environment import LAUNCH_MARK, own_program
 
 
 class MarkedProcesses:
@@ -58,7 +59,7 @@ class MarkedProcesses:
         finally:
             os.close(descriptor)
 
-    def kill(self, within_s: float) -> None:
+    def kill(self, within_s: float = 10.0) -> None:
         """SIGKILL all these processes, for at most ``within_s``."""
         deadline = time.monotonic() + within_s
         # A marked process may start another during the search: search again until no process is left.
@@ -90,6 +91,49 @@ class MarkedProcesses:
         except (OSError, ValueError):
             return False
         return state not in "ZX" and int(session) in self.sessions
+
+
+class LauncherWatch:
+    """Kills what launchers leave behind that end before their checkpoint server. Lives on one event loop.
+
+    The kernel kills the ranks of a launcher that ends, but not the processes that the ranks have started.
+    """
+
+    def __init__(self) -> None:
+        # Mark of a living launcher -> rank -> session of the rank's newest trainer.
+        self._sessions: dict[str, dict[int, int]] = {}
+
+    def watch(self, mark: str, trainer: int, rank: int) -> None:
+        """Watch the launcher with ``mark``, if it has started process ``trainer``, the new one of ``rank``.
+
+        A person may have started the trainer with a copy of the mark, in the session of a shell.
+        """
+        try:
+            pid = int(mark.partition("-")[0])
+            pidfd = os.pidfd_open(pid)
+        except (OSError, ValueError, OverflowError):  # no launcher with this mark lives
+            return
+        # A launcher is older than its trainer. So a process that has its id by now cannot be an ancestor.
+        ancestor = trainer
+        with contextlib.suppress(OSError):
+            while ancestor not in (pid, 0):
+                ancestor = int(Path(f"/proc/{ancestor}/stat").read_text().rpartition(")")[2].split()[1])
+        if ancestor != pid or mark in self._sessions:
+            os.close(pidfd)
+        else:
+            self._sessions[mark] = {}
+            asyncio.get_running_loop().add_reader(pidfd, self._on_end, mark, pidfd)
+        if ancestor == pid:
+            with contextlib.suppress(OSError):
+                self._sessions[mark][rank] = os.getsid(trainer)
+
+    def _on_end(self, mark: str, pidfd: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        marked = MarkedProcesses(LAUNCH_MARK, mark)
+        marked.sessions = frozenset(self._sessions.pop(mark).values())
+        loop.run_in_executor(None, marked.kill)
 
 
 MARK = "FABRIC_GUARD_MARK"
@@ -147,7 +191,7 @@ class Processes:
             signal.signal(signal.SIGINT, before)
 
     def _end(self, grace_s: float) -> None:
-        for pid in self.living():
+        for pid in self._marked.living():
             self._marked.signal(pid, signal.SIGTERM)
         self._marked.wait(grace_s)
         self._marked.kill(grace_s)
@@ -158,10 +202,6 @@ class Processes:
             self._guard.stdin.close()
             self._guard.wait()
             self._guard = None
-
-    def living(self) -> list[int]:
-        """Return the pids of all processes that carry the mark, zombies excepted."""
-        return self._marked.living()
 
 
 def guard(mark: str) -> "subprocess.Popen[bytes]":

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
-# A launcher sets this variable, with a value of its own, in every process that the launcher starts.
+# A launcher sets this variable in every process that it starts, to its process id and a name: 4711-0f3c...
 LAUNCH_MARK = "FABRIC_LAUNCH_MARK"
 # A launcher with a limit of restarts sets this variable to the limit.
 LAUNCH_RESTARTS = "FABRIC_LAUNCH_RESTARTS"

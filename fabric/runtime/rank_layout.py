@@ -1,7 +1,6 @@
 """The layout of one replica's ranks, as ``FABRIC_LAYOUT`` says it: ``ranks=8,tp=2,layers=5+2+5+4``."""
 
 import contextlib
-import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,36 +83,6 @@ def parse_layout(text: str) -> RankLayout:
     return layout
 
 
-def parse_ranks(text: str) -> tuple[int, int]:
-    """Return (least, most) of "4" or "1:4". Raises ConfigError."""
-    parts = text.split(":")
-    counts = [int(part) for part in parts if is_count(part, MAX_RANKS)]
-    if len(parts) not in (1, 2) or len(counts) != len(parts) or counts[0] > counts[-1]:
-        raise ConfigError(
-            f'the number of ranks is "{text[:80]}": give a count up to {MAX_RANKS} such as 4, or a range '
-            "such as 1:4"
-        )
-    return counts[0], counts[-1]
-
-
-def candidates(layouts: tuple[RankLayout, ...], ranks: str) -> tuple[RankLayout, ...]:
-    """Return every layout that a replica of ``ranks`` ("4" or "1:4", empty: not said) may have, the preferred
-    one first: ``layouts`` in their order, each with as many ranks as possible. Raises ConfigError."""
-    stated = [layout.ranks for layout in layouts if layout.ranks]
-    least, most = parse_ranks(ranks) if ranks else (min(stated, default=1), max(stated, default=1))
-    wanted = layouts or (RankLayout(),)
-    options = [
-        layout.over(count) for layout in wanted for count in range(most, least - 1, -1) if layout.fits(count)
-    ]
-    if not options:
-        unit = math.gcd(*(layout.tensor_parallel * layout.stages for layout in wanted))
-        raise ConfigError(
-            f'no layout of "{" ".join(map(str, wanted))}" fits {ranks or most} ranks: give --ranks a '
-            f"multiple of {unit}, or another --layout"
-        )
-    return tuple(dict.fromkeys(options))
-
-
 def _count(text: str, word: str, most: int) -> int:
     if not is_count(word, most):
         raise ConfigError(f'FABRIC_LAYOUT is "{text[:80]}", with "{word[:40]}": {_FORM}')
@@ -125,12 +94,8 @@ def is_count(text: str, most: int = 1_000_000) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= 7 and 0 < int(text) <= most
 
 
-# The orders with which a replica's ranks come back in another layout, between `fabric launch` and its
-# ranks.
-#
-# The launcher writes an offer into memory that its ranks inherit. Before it ends, rank 0 may add an order.
-
-
+# The launcher writes an offer into memory that its ranks inherit. Before it ends, rank 0 may add an order:
+# the replica's ranks then come back in another layout.
 _NAME = "fabric-layouts"
 _MOST_BYTES = 1 << 20
 
@@ -182,9 +147,6 @@ class LayoutMemory:
         with contextlib.suppress(ConfigError):
             return parse_order(lines[2]) if len(lines) > 2 and lines[2] else None
         return None
-
-    def close(self) -> None:
-        os.close(self.descriptor)
 
 
 def read_offer(descriptor: int) -> LayoutOffer:

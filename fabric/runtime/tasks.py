@@ -63,8 +63,8 @@ Result = TypeVar("Result")
 class BackgroundLoop:
     """Runs from construction to ``close``; its coroutines share only plain values with other loops."""
 
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop or asyncio.new_event_loop()
         # A daemon, because it must not keep a process alive whose main loop ended by an exception.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from ckpt_server.test_status_sender import lighthouse, trainer
+from listening_sockets import listening
 from server_support import (
     TrainerProcess,
     alive,
@@ -58,22 +59,6 @@ def servers_of(run_dir: Path) -> list[int]:
             if b"fabric.ckpt_server" in words and f"--run-dir={run_dir}".encode() in words:
                 found.append(int(folder.name))
     return found
-
-
-def listening(pid: int) -> dict[str, int]:
-    """How many sockets of each kind this process listens on."""
-    links = (Path(f"/proc/{pid}/fd") / name for name in map(str, range(256)))
-    own = set()
-    for link in links:
-        with contextlib.suppress(OSError):
-            own.add(str(link.readlink()))
-    tcp = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    unix = [row.split() for row in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
-    accepts = 1 << 16  # the kernel's flag of a unix socket that listens
-    return {
-        "tcp": sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in tcp),
-        "unix": sum(int(row[3], 16) == accepts and f"socket:[{row[6]}]" in own for row in unix),
-    }
 
 
 def trainer_of(url: str) -> dict[str, object]:

@@ -83,12 +83,12 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     started = Processes({**os.environ, "PYTHONPATH": str(tmp_path)})
     yield started
     started.end(grace_s=0.2)
-    assert started.living() == []
+    assert started._marked.living() == []
 
 
 def until_both_live(processes: Processes) -> None:
     # Wait for both processes: during its exec a process has no environment that could show its mark.
-    until(lambda: len(processes.living()) == 2)
+    until(lambda: len(processes._marked.living()) == 2)
 
 
 def start_pair(processes: Processes, tmp_path: Path) -> int:
@@ -101,9 +101,9 @@ def start_pair(processes: Processes, tmp_path: Path) -> int:
 
 def test_descendants_in_other_sessions_are_ended_too(processes: Processes, tmp_path: Path) -> None:
     child = start_pair(processes, tmp_path)
-    assert child in processes.living()
+    assert child in processes._marked.living()
     processes.end(grace_s=0.2)
-    assert processes.living() == []
+    assert processes._marked.living() == []
     assert processes.exit_code("pair") is not None
 
 
@@ -131,7 +131,7 @@ def test_a_killed_supervisor_leaves_no_process_behind(tmp_path: Path) -> None:
             until_both_live(left)
         finally:
             supervisor.send_signal(signal.SIGKILL)
-    until(lambda: not left.living(), within_s=60.0)
+    until(lambda: not left._marked.living(), within_s=60.0)
 
 
 def test_only_marked_processes_are_killed(processes: Processes, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from forked_processes import run_python
 
+from fabric.ckpt_server.server.debug_probe import catches
+
 DEADLINE_S = 120
 
 # This program plays a rank: a word of $PLAY gives its exit code in each attempt, such as "75 0" for two. The
@@ -22,6 +24,7 @@ folder, rank = os.environ["NOTES"], os.environ["RANK"]
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 words = os.environ.get("PLAY_" + rank, os.environ.get("PLAY", "0")).split()
 act = words[min(attempt, len(words) - 1)]
+sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
 names = "LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT FABRIC_LAYOUT FABRIC_REPLICA"
 note = " ".join(f"{name}={os.environ.get(name, '')}" for name in names.split())
 def write(text, name="starts"):
@@ -30,7 +33,6 @@ def write(text, name="starts"):
 write(f"{attempt} {rank} {os.getpid()} {note}")
 def leave_children():
     # One in the rank's session, one in a session of its own, and one whose environment has no mark.
-    sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
     for own_session in (False, True):
         child = subprocess.Popen(sleep, start_new_session=own_session)
         write(str(child.pid), "children")
@@ -44,6 +46,14 @@ if act.startswith("orders/"):
         write(f"{' '.join(offer.allowed)} / {' '.join(offer.refused)}", "offers")
         write_order(memory, act.removeprefix("orders/").replace("_", " "))
     act = "75"
+if act.startswith("attaches"):
+    from pathlib import Path
+    from fabric.ckpt_server.attach import ServerHandle
+    from fabric.ckpt_server.wire.server_settings import ServerSettings
+    settings = ServerSettings(job="job", replica="r0", run_dir=Path(folder) / "run", rank=int(rank))
+    handle = ServerHandle(settings, 1)
+    write(str(handle.pid), "servers")
+    act = act.removeprefix("attaches")
 if act == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if act.startswith("leaves"):
@@ -126,6 +136,10 @@ class Play:
         """Every process that a rank has started, the ranks included."""
         return [int(row["pid"]) for row in self.starts()] + [int(pid) for pid in self.lines("children")]
 
+    def servers(self) -> set[int]:
+        """Every checkpoint server to which a rank has attached."""
+        return set(map(int, self.lines("servers")))
+
     def wait_for(self, condition, what: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
@@ -146,7 +160,7 @@ def play(tmp_path):
     for process in stage.launchers:
         process.kill()
         process.communicate()
-    for pid in stage.pids():
+    for pid in [*stage.pids(), *stage.servers()]:
         with suppress(OSError):
             if str(stage.folder).encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 os.kill(pid, signal.SIGKILL)
@@ -385,12 +399,37 @@ def test_an_attempt_leaves_no_process_behind(play, acts):
     assert not any(map(runs, play.pids()))
 
 
-def test_a_killed_launcher_leaves_no_process_behind(play):
-    launcher = play.start("--ranks", "2", PLAY="leaveswaits")
+def test_a_killed_launcher_leaves_no_process_behind_but_the_checkpoint_server(play):
+    launcher = play.start("--ranks", "2", PLAY="attachesleaveswaits")
     play.wait_ready(2)
     assert len(play.pids()) == 8 and all(map(runs, play.pids()))
     launcher.kill()
     launcher.wait(DEADLINE_S)
+    play.wait_gone()
+    (server,) = play.servers()
+    assert runs(server)
+
+
+def test_what_a_server_adopted_from_an_earlier_launcher_and_a_new_server_watch_is_the_living_launcher(play):
+    """An attempt's processes end with their launcher, also before they have attached again."""
+    earlier = play.start(PLAY="attacheswaits")
+    play.wait_ready(1)
+    earlier.kill()
+    play.wait_gone()
+    launcher = play.start(PLAY="attaches75 attacheswaits")
+    play.wait_ready(2)
+    (server,) = play.servers()
+    os.kill(server, signal.SIGKILL)
+    os.kill(int(play.starts()[-1]["pid"]), signal.SIGKILL)
+    play.wait_for(lambda: len(play.servers()) == 2, "a new server")
+    launcher.kill()
+    play.wait_gone()
+
+
+def test_a_launcher_that_is_killed_before_its_ranks_attach_leaves_no_rank_behind(play):
+    launcher = play.start("--ranks", "2", PLAY="waits")
+    play.wait_ready(2)
+    launcher.kill()
     play.wait_gone()
 
 
@@ -410,6 +449,58 @@ print(child.pid, flush=True)
     pid = int(done.stdout)
     assert runs(pid)
     os.kill(pid, signal.SIGKILL)
+
+
+# --- words to the lighthouse ------------------------------------------------------------------------------
+
+# A host whose name server does not answer.
+NO_NAMES = """
+import socket, threading
+def look_up(*_, **__):
+    threading.Event().wait()
+socket.getaddrinfo = look_up
+"""
+
+
+@pytest.fixture(params=["a name that nobody looks up", "a lighthouse that does not answer"])
+def mute(request, tmp_path):
+    """The environment of a launcher that nobody hears."""
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        if request.param.startswith("a name"):
+            url = "http://lighthouse.example:29400"
+            (stubs / "sitecustomize.py").write_text(NO_NAMES)
+        yield {"FABRIC_DISABLE": "", "FABRIC_LIGHTHOUSE": url, "PYTHONPATH": str(stubs)}
+
+
+def test_a_launcher_that_nobody_hears_starts_its_ranks_again_and_ends(play, mute):
+    launcher = play.start("--ranks", "2", PLAY="75 0", **mute)
+    out, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0 and len(play.starts()) == 4
+    assert sorted(out.splitlines()) == ["[0] out 0", "[0] out 1", "[1] out 0", "[1] out 1"]
+
+
+def test_a_launcher_that_nobody_hears_passes_signals_on_and_ends(play, mute):
+    launcher = play.start("--ranks", "2", PLAY="75 waits", **mute)
+    play.wait_ready(2)
+    launcher.send_signal(signal.SIGUSR1)
+    play.wait_for(lambda: len(play.lines("signals")) == 2, "the signal")
+    launcher.terminate()
+    play.wait_gone()
+    launcher.terminate()  # it waits no longer for its report
+    assert launcher.wait(DEADLINE_S) == 143
+
+
+def test_a_host_that_cannot_meet_the_others_ends_at_a_signal(play, mute):
+    options = ("--nodes", "2", "--node", "0")
+    launcher = play.start(*options, **{**mute, "FABRIC_ADVERTISE": "127.0.0.1"})
+    play.wait_for(lambda: catches(launcher.pid, signal.SIGTERM), "the launcher to catch signals")
+    # A further signal ends the wait until the others know that this host leaves.
+    play.wait_for(lambda: launcher.poll() is not None or launcher.terminate(), "the launcher to end")
+    # The last signal may come when the launcher has let its handlers go.
+    assert launcher.returncode in (143, -signal.SIGTERM) and not play.starts()
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ import subprocess
 
 import pytest
 
-from fabric.cli.launch import devices, launcher
-from fabric.cli.launch.launcher import LaunchPlan, OtherHosts
+from fabric.cli.launch import devices
+from fabric.cli.launch.lighthouse_words import WordsThread
+from fabric.cli.launch.other_hosts import OtherHosts
 from fabric.errors import FabricError
 from fabric.protocol.nodes import NodeSays
 
@@ -65,10 +66,9 @@ def test_a_driver_that_does_not_answer_is_named(tmp_path, monkeypatch):
         devices.device_kind({})
 
 
-def test_a_host_says_what_it_computes_with(driver, monkeypatch):
-    monkeypatch.setattr(launcher, "NodeLink", lambda *_: None)
+def test_a_host_says_what_it_computes_with(driver):
     environment = {"FABRIC_DISABLE": "1", "FABRIC_RACK": "a7"}
-    says = OtherHosts(LaunchPlan(("true",), (), environment, "r0", nodes=2, node=1), None).says
+    says = OtherHosts(environment, 2, 1, WordsThread()).says
     assert (says.device, says.devices, says.rack) == ("NVIDIA H100 80GB HBM3", 2, "a7")
     assert says.memory_gb > 0 and says.hardware.startswith("2 x NVIDIA H100 80GB HBM3 of 80 GB and ")
     other = NodeSays("x", "host", 0, 2, "", "none", memory_gb=says.memory_gb)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 from forked_processes import run_python
@@ -79,19 +78,6 @@ class Hosts:
             time.sleep(0.02)
         return sorted(self.rows(attempt), key=lambda row: int(row["RANK"]))
 
-    def carrier(self, host: str, but: int = 0) -> int:
-        """Wait for the process that carries this host's words to the others; return its id, never ``but``."""
-        launcher = self.launchers[host].pid
-        children = Path(f"/proc/{launcher}/task/{launcher}/children")
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            for pid in children.read_text().split():
-                with contextlib.suppress(OSError):  # it may have ended meanwhile
-                    if int(pid) != but and b"node_link" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                        return int(pid)
-            time.sleep(0.02)
-        raise AssertionError(f"no process carries the words of {host}")
-
     def status(self) -> dict:
         asked = urllib.request.Request(f"{self.lighthouse.url}/v1/jobs/{self.job}", headers=headers())
         with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
@@ -148,22 +134,6 @@ def test_a_dead_rank_starts_all_ranks_of_all_hosts_again(hosts):
     first = hosts.rows(0)
     for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         assert {row[name] for row in first}.isdisjoint({row[name] for row in again})
-
-
-def test_a_host_whose_words_are_carried_no_more_speaks_again_and_its_replica_goes_on(hosts):
-    """Its ranks are healthy: neither they nor their launcher may end."""
-    play = {rank: ["waits", "0"] for rank in "0123"}
-    for number in (0, 1):
-        hosts.start(f"host-{number}", *NODES, "--node", str(number), play=play)
-    ranks = hosts.until_run(4, 0)
-    killed = hosts.carrier("host-1")
-    os.kill(killed, signal.SIGKILL)
-    hosts.carrier("host-1", but=killed)
-    # Only words of host-1 end the attempt of both hosts. A slow machine may have ended it before.
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(ranks[3]["pid"], signal.SIGKILL)
-    hosts.until_run(4, 1)
-    assert hosts.codes() == {"host-0": 0, "host-1": 0}
 
 
 def test_a_mistake_on_one_host_ends_the_launchers_of_all(hosts):

@@ -1,6 +1,5 @@
 """A launcher offers layouts to its ranks, and rank 0 answers with an order."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -24,8 +23,9 @@ OFFER = LayoutOffer(("ranks=4,tp=2", "ranks=2,tp=2"), ("ranks=4,layers=3+1",))
 
 @pytest.fixture
 def launched():
-    with contextlib.closing(LayoutMemory()) as layouts:
-        yield layouts
+    layouts = LayoutMemory()
+    yield layouts
+    os.close(layouts.descriptor)
 
 
 def test_a_rank_in_another_process_reads_the_offer_and_orders_a_layout(launched):

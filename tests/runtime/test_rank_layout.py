@@ -2,9 +2,10 @@
 
 import pytest
 
+from fabric.cli.launch.command import candidates, parse_ranks
 from fabric.errors import ConfigError
 from fabric.runtime.config import asked_layout
-from fabric.runtime.rank_layout import RankLayout, candidates, parse_layout, parse_ranks
+from fabric.runtime.rank_layout import RankLayout, parse_layout
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from fabric.ckpt_server.server.trainer_watch import FIRST_TRAINER_S, CrashLog, L
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import Refused
 from fabric.protocol.messages.network import EpochNotice, ServerStatus, TrainerStatus
+from fabric.runtime.guarded_processes import LauncherWatch
 from fabric.runtime.private_folder import rank_folder
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class LocalRanks:
         self.ended = asyncio.Event()
         self.reason = ""  # why the last rank has ended
         self.epoch_log = EpochLog()
+        self.launchers = LauncherWatch()
         self.status_sender: StatusSender | None = None  # reports to the lighthouse, if any
         self.settings = settings
         self._group: asyncio.TaskGroup | None = None

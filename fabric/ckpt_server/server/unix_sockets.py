@@ -253,6 +253,7 @@ class AttachRequest:
     replica: str
     job: str
     rank: Int64 = 0
+    launch_mark: str = ""  # of the launcher that started the trainer; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +392,7 @@ class TrainerChannel:
         # A child that the trainer forked may still hold the trainer's end of the channel open.
         trainer.hang_up = connection.shut
         rank.lifetime.trainer_came()
+        self._ranks.launchers.watch(request.launch_mark, pid, rank.number)
         return rank
 
     async def _allocate(self, rank: LocalRank, body: dict[str, Any]) -> Response:

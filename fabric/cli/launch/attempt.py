@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import re
-import select
 import selectors
 import signal
 import subprocess
@@ -13,69 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from fabric.model import printable, shortened
+from fabric.cli.launch.rank_output import RankOutput
 from fabric.runtime.rank_layout import RankLayout
 from fabric.runtime.system_calls import die_with, open_pidfd
-
-# Copies the output of a rank to the launcher's own output and to a log.
-
-
-_READ_BYTES = 1 << 16
-# A longer line is cut, so that a rank that never ends a line does not fill the launcher's memory.
-_MAX_LINE_BYTES = 1 << 16
-_LAST_CHARACTERS = 200
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
-
-class RankOutput:
-    """Copies one stream of a rank: to ``terminal`` with a prefix before each line, to ``log`` as it is."""
-
-    def __init__(self, source: int, prefix: str, terminal: int, log: IO[bytes] | None) -> None:
-        self.source = source
-        self._prefix, self.terminal, self._log = prefix.encode(), terminal, log
-        self._pending = b""
-        self._last = b""  # the last line that is not empty
-        os.set_blocking(source, False)
-
-    def pump(self) -> bool:
-        """Copy the output that has arrived; return whether more may come."""
-        try:
-            data = os.read(self.source, _READ_BYTES)
-        except BlockingIOError:
-            return True
-        if self._log is not None:
-            with contextlib.suppress(OSError):  # a full disk must not end the training
-                self._log.write(data)
-        # Split after each newline and each carriage return; progress bars end lines with the
-        # latter.
-        parts = (self._pending + data).replace(b"\r\n", b"\n").splitlines(keepends=True)
-        complete = bool(parts) and parts[-1].endswith((b"\n", b"\r"))
-        *lines, self._pending = [*parts, b""] if complete or not parts else parts
-        if len(self._pending) > _MAX_LINE_BYTES or not data:
-            lines, self._pending = [*lines, self._pending], b""
-        self._last = next((line for line in reversed(lines) if line.strip()), self._last)
-        self._show(b"".join(self._prefix + line for line in lines if line), ends=not data)
-        return bool(data)
-
-    @property
-    def last_line(self) -> str:
-        """Return the last line, in printable characters without colours."""
-        text = _COLOUR.sub("", self._last.decode(errors="replace")).strip()
-        return shortened(printable(text), _LAST_CHARACTERS)
-
-    def close(self) -> None:
-        """Copy the remaining output, and close the stream."""
-        while select.select([self.source], [], [], 0)[0] and self.pump():
-            pass
-        self._show(self._prefix + self._pending if self._pending else b"", ends=True)
-        os.close(self.source)
-
-    def _show(self, text: bytes, ends: bool) -> None:
-        if ends and text and not text.endswith((b"\n", b"\r")):
-            text += b"\n"
-        with contextlib.suppress(OSError):  # no program reads the output any more
-            while text:
-                text = text[os.write(self.terminal, text) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +141,6 @@ class LaunchAttempt:
         rank.code = status.si_status if exited else -status.si_status
         self._selector.unregister(rank.pidfd)
 
-    def pump(self, output: RankOutput) -> None:
-        """Copy what a rank has written."""
-        if not output.pump():
-            self._selector.unregister(output.source)
-
     def signal(self, number: int) -> None:
         """Send a signal to every rank that runs."""
         for rank in self.ranks:
@@ -242,7 +175,7 @@ class LaunchAttempt:
             # Ctrl-C in the terminal must reach only the launcher, which ends the ranks in order.
             start_new_session=True,
             pass_fds=spec.inherited,
-            preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509  (this process has one thread)
+            preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509  (it makes two system calls)
         )
         started = RankProcess(rank, process, open_pidfd(process.pid), log=log)
         self.ranks.append(started)

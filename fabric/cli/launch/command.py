@@ -1,5 +1,6 @@
 """``fabric launch``: its options, and the checks of them before a rank starts."""
 
+import math
 import re
 import shutil
 import sys
@@ -14,7 +15,7 @@ from fabric.protocol.nodes import MAX_NODES, MAX_RANKS_OF_HOST, SPARE
 from fabric.runtime import logs
 from fabric.runtime.config import Settings, given_text, settings
 from fabric.runtime.process_environment import own_program, process_environment
-from fabric.runtime.rank_layout import candidates, parse_layout, parse_ranks
+from fabric.runtime.rank_layout import MAX_RANKS, RankLayout, is_count, parse_layout
 
 # Options that set a variable of the trainer's environment.
 _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
@@ -126,6 +127,36 @@ def _all_ranks(ranks: str, nodes: int) -> str:
             "each host"
         )
     return str(most * nodes)
+
+
+def parse_ranks(text: str) -> tuple[int, int]:
+    """Return (least, most) of "4" or "1:4". Raises ConfigError."""
+    parts = text.split(":")
+    counts = [int(part) for part in parts if is_count(part, MAX_RANKS)]
+    if len(parts) not in (1, 2) or len(counts) != len(parts) or counts[0] > counts[-1]:
+        raise ConfigError(
+            f'the number of ranks is "{text[:80]}": give a count up to {MAX_RANKS} such as 4, or a range '
+            "such as 1:4"
+        )
+    return counts[0], counts[-1]
+
+
+def candidates(layouts: tuple[RankLayout, ...], ranks: str) -> tuple[RankLayout, ...]:
+    """Return every layout that a replica of ``ranks`` ("4" or "1:4", empty: not said) may have, the preferred
+    one first: ``layouts`` in their order, each with as many ranks as possible. Raises ConfigError."""
+    stated = [layout.ranks for layout in layouts if layout.ranks]
+    least, most = parse_ranks(ranks) if ranks else (min(stated, default=1), max(stated, default=1))
+    wanted = layouts or (RankLayout(),)
+    options = [
+        layout.over(count) for layout in wanted for count in range(most, least - 1, -1) if layout.fits(count)
+    ]
+    if not options:
+        unit = math.gcd(*(layout.tensor_parallel * layout.stages for layout in wanted))
+        raise ConfigError(
+            f'no layout of "{" ".join(map(str, wanted))}" fits {ranks or most} ranks: give --ranks a '
+            f"multiple of {unit}, or another --layout"
+        )
+    return tuple(dict.fromkeys(options))
 
 
 def _checked_settings(environment: dict[str, str], *, check: bool) -> Settings:

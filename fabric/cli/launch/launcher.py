@@ -2,293 +2,38 @@
 
 import contextlib
 import errno
-import json
 import logging
 import math
 import os
 import selectors
 import signal
-import socket
-import subprocess
-import sys
 import time
 import uuid
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
 
-import fabric
-from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, Place, RankOutput, RankProcess
-from fabric.cli.launch.devices import device_kind, visible_devices
-from fabric.cli.launch.node_link import NodeLink
-from fabric.cli.launch.restart_policy import AttemptEnd, DeviceHistory, NextMove, RestartPolicy, choose_layout
-from fabric.errors import ConfigError, FabricError, Unreachable
-from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
-from fabric.model import counted, shortened
-from fabric.protocol.nodes import NodeEnd, NodeOrder, NodeSays
-from fabric.runtime.config import advertised_host, settings
-from fabric.runtime.guarded_processes import MarkedProcesses
-from fabric.runtime.http.lighthouse_client import Lighthouses
-from fabric.runtime.http.token_file import TokenFile
-from fabric.runtime.process_environment import (
-    LAUNCH_MARK,
-    LAUNCH_RESTARTS,
-    LAUNCH_STOP_S,
-    LAYOUT_ORDERS,
-    own_program,
+from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, Place, RankProcess
+from fabric.cli.launch.devices import visible_devices
+from fabric.cli.launch.lighthouse_words import (
+    LAST_REPORT_S,
+    LAST_WORDS_S,
+    AttemptReport,
+    Reporter,
+    WordsThread,
 )
+from fabric.cli.launch.other_hosts import OtherHosts
+from fabric.cli.launch.rank_output import RankOutput
+from fabric.cli.launch.rendezvous import RendezvousPort
+from fabric.cli.launch.restart_policy import AttemptEnd, DeviceHistory, NextMove, RestartPolicy, choose_layout
+from fabric.cli.launch.signals import ENDING, SignalInbox
+from fabric.errors import ConfigError
+from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
+from fabric.protocol.nodes import NodeOrder
+from fabric.runtime.guarded_processes import MarkedProcesses
+from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS
 from fabric.runtime.rank_layout import LayoutMemory, LayoutOffer, LayoutOrder, RankLayout
-from fabric.runtime.system_calls import die_with
-
-# Ends the processes that a killed launcher leaves behind.
-#
-# The kernel kills the ranks of a dead launcher, but not the processes that the ranks have started. So the
-# launcher forks a guard before the first rank. The guard waits for the end of a pipe that the launcher
-# alone holds open. Then it kills every process of the ranks' sessions, and every process with the
-# launcher's mark.
-
-
-# Collects the signals that a launcher gets, for its loop to read.
-
-
-# These signals end the launcher and its ranks; the launcher passes all other signals to the ranks.
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-
-
-class SignalInbox:
-    """Collects ENDING and PASSED_ON while it is open; ``descriptor`` is readable when a signal has come.
-
-    A signal that this process was started to ignore, as nohup does, stays ignored.
-    """
-
-    def __init__(self) -> None:
-        self.descriptor, self._writer = os.pipe()
-        for end in (self.descriptor, self._writer):
-            os.set_blocking(end, False)
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> "SignalInbox":
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in (*ENDING, *PASSED_ON):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, lambda *_: None)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.set_wakeup_fd(-1)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        os.close(self.descriptor)
-        os.close(self._writer)
-
-    def read(self) -> list[int]:
-        """Return the signals that have come since the last call; never waits."""
-        with contextlib.suppress(BlockingIOError):
-            return [number for number in os.read(self.descriptor, 4096) if number in self._before]
-        return []
-
-
-_CALM = b"calm\n"
-
-
-class Guard:
-    """The guard of one launcher. Make it while this process has one thread."""
-
-    def __init__(self, marked: MarkedProcesses) -> None:
-        reader, self._writer = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            _watch(reader, self._writer, marked)
-        os.close(reader)
-
-    def tell(self, sessions: Iterable[int]) -> None:
-        """Send it the sessions of the new attempt, which replace the earlier ones."""
-        self._write(" ".join(map(str, sessions)).encode() + b"\n")
-
-    def close(self) -> None:
-        """Tell the guard that no process is left, and wait for the guard's end."""
-        self._write(_CALM)
-        os.close(self._writer)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
-
-    def _write(self, line: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the guard was killed; the kernel still ends the ranks
-            os.write(self._writer, line)
-
-
-def _watch(reader: int, writer: int, marked: MarkedProcesses) -> NoReturn:
-    """Run as the guard."""
-    try:
-        # A signal from the terminal that ends the launcher must not end its guard first.
-        os.setsid()
-        for number in (*ENDING, *PASSED_ON):
-            signal.signal(number, signal.SIG_IGN)
-        os.close(writer)
-        with os.fdopen(reader, "rb") as pipe:
-            *_, last = [b"", *pipe]
-        if last != _CALM:
-            marked.sessions = frozenset(int(word) for word in last.split())
-            marked.kill(_KILL_S)
-    finally:
-        os._exit(0)
-
-
-# Tells the lighthouse how a launcher's attempts end, so that people see replicas that never attach.
-#
-# The launcher must keep one thread and must not wait, so a process of its own carries each report.
-
-
-# A report that no lighthouse has taken by then is old, and is dropped.
-_TRIES_S = 30.0
-_PAUSE_S = 2.0
-# A launcher that gives up waits at most this long for its last report. On a busy host, where Ctrl-C ends many
-# launchers at once, each starts a process that sends it.
-_LAST_S = 15.0
-_LONGEST = 300  # characters of a reason that the lighthouse takes
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptReport:
-    """How an attempt ended, for the lighthouse."""
-
-    attempt: int
-    why: str
-    last_line: str  # of standard error; empty: the launcher does not read it
-    gave_up: bool  # the launcher starts the replica no more
-    stopped: int  # the signal that ended the launcher; 0: none
-
-
-class Reporter:
-    """Sends reports one at a time; a newer report ends the sending of the older one."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        # The mark would let the next attempt kill the sender. The layout may be a list of several.
-        hidden = (LAUNCH_MARK, "FABRIC_LAYOUT")
-        self._environment = {name: value for name, value in environment.items() if name not in hidden}
-        self._sender: subprocess.Popen[bytes] | None = None
-
-    def tell(self, report: AttemptReport) -> None:
-        """Begin to report the end of an attempt; never waits."""
-        self.close()
-        body = asdict(replace(report, why=shortened(report.why, _LONGEST)))
-        with contextlib.suppress(OSError):
-            self._sender = subprocess.Popen(
-                own_program("fabric.cli.launch.launcher", json.dumps(body)),
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509  (this process has one thread)
-            )
-
-    def finish(self) -> None:
-        """Wait a moment until the last report has arrived."""
-        if self._sender is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._sender.wait(_LAST_S)
-
-    def close(self) -> None:
-        """End the sending of a report."""
-        if self._sender is not None:
-            self._sender.kill()
-            self._sender.wait()
-            self._sender = None
-
-
-def send(body: dict[str, Any]) -> None:
-    """Send one report to the leader, and wait for a leader if there is none. Raises FabricError."""
-    chosen = settings()
-    token = TokenFile(chosen.token_file)  # it may be replaced while no lighthouse leads
-    lighthouses = Lighthouses(chosen.lighthouse, chosen.job, token, chosen.tls)
-    own = {"replica": chosen.replica, "host": advertised_host(chosen), "spare": chosen.spare}
-    until = time.monotonic() + _TRIES_S
-    while True:
-        try:
-            lighthouses.ask(lighthouses.path("launcher"), {**own, **body})
-        except Unreachable:
-            if time.monotonic() > until:
-                raise
-            time.sleep(_PAUSE_S)
-        else:
-            return
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(FabricError):  # the lighthouse knows no such job, or is of an older release
-        send(json.loads(sys.argv[1]))
-
-
-# A fresh rendezvous for each attempt: a TCP port of this host that no other attempt uses.
-#
-# During the attempt the launcher keeps the port bound without listening on it. So the kernel does not
-# give the port to a process that asks for any free port. Rank 0 may still listen there: both sockets
-# allow reuse.
-
-
-_TRIES = 64
-
-
-class RendezvousPort:
-    """The ports of a launcher's attempts, one at a time."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address  # to bind; empty: all addresses of this host
-        self._held: socket.socket | None = None
-        self._used: deque[int] = deque(maxlen=4096)
-
-    def renew(self) -> int:
-        """Reserve a port that no attempt of this launcher has had, and release the last attempt's port."""
-        rejected: list[socket.socket] = []
-        try:
-            for _ in range(_TRIES):
-                reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-                reserved.bind((self._address, 0))
-                port = int(reserved.getsockname()[1])
-                if port in self._used:
-                    rejected.append(reserved)  # stays bound, so that the kernel offers another port next
-                    continue
-                # Set after the bind: with reuse, the kernel might offer a port that another launcher holds.
-                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self.close()
-                self._held = reserved if _can_be_listened_on(port) else None
-                if self._held is None:
-                    reserved.close()  # without such reuse the kernel rarely gives this port away
-                self._used.append(port)
-                return port
-        except OSError as error:
-            raise FabricError(f"no port of this host can be reserved for the ranks ({error})") from error
-        finally:
-            for reserved in rejected:
-                reserved.close()
-        raise FabricError(
-            "no fresh port of this host was found for the ranks: wait, and start the replica again"
-        )
-
-    def close(self) -> None:
-        """Release the port."""
-        if self._held is not None:
-            self._held.close()
-            self._held = None
-
-
-def _can_be_listened_on(port: int) -> bool:
-    """Whether another socket may listen on a port that is bound here, as rank 0 will."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            probe.listen(1)
-            return True
-    return False
-
 
 log = logging.getLogger(__name__)
 
@@ -298,7 +43,6 @@ GRACE_S = 10.0
 _TERM_S = 5.0
 STOPPED_S = 3.0  # for this host's ranks to end on their own after a failure on another host
 UNTOLD_S = 60.0  # that a host whose ranks have finished waits to hear of the others
-_KILL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,65 +88,11 @@ class Deadlines:
         return ready
 
 
-class OtherHosts:
-    """This host's words to the other hosts of its replica, and their answers over ``link``."""
-
-    def __init__(self, plan: LaunchPlan, selector: selectors.BaseSelector) -> None:
-        chosen = settings({"FABRIC_REPLICA": "spare-node", **plan.environment, "FABRIC_LAYOUT": ""})
-        self._host = advertised_host(chosen)
-        self.link = NodeLink(plan.environment, selector)
-        kind, count, device_gb = device_kind(plan.environment)
-        self.says = NodeSays(
-            uuid.uuid4().hex,
-            self._host,
-            plan.node,
-            plan.nodes,
-            "",
-            "none",
-            rack=chosen.rack,
-            device=kind,
-            devices=count,
-            device_gb=device_gb,
-            memory_gb=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
-        )
-        self.own_ranks = range(0)
-
-    def wait_for_attempt(self, layout: RankLayout, port: int) -> None:
-        """Say that this host waits for the next attempt; rank 0 would listen on ``port``."""
-        count = layout.ranks // self.says.nodes
-        shape = f"{self.says.nodes} nodes of {counted(count, 'rank')} ({layout}), fabric {fabric.__version__}"
-        address = f"{self._host}:{port}"
-        self.says = replace(self.says, shape=shape, address=address, run="", end=None)
-        self.own_ranks = range(count)
-        self.link.say(self.says)
-
-    def take_place(self, order: NodeOrder) -> Place:
-        """Obey an order to start, and return this host's place."""
-        says = replace(
-            self.says, run=order.run, attempt=order.attempt, node=order.node, instead=order.instead
-        )
-        first = order.node * len(self.own_ranks)
-        self.says, self.own_ranks = says, range(first, first + len(self.own_ranks))
-        self.link.say(says, order.replica)
-        host, _, port = order.head.rpartition(":")
-        return Place(order.node, says.nodes, host, int(port))
-
-    def tell_end(self, end: AttemptEnd) -> None:
-        """Say how this host's ranks ended."""
-        self.says = replace(self.says, end=NodeEnd(dict(end.codes), end.first, end.ran_s))
-        self.link.say(self.says)
-
-    def leave(self, why: str) -> None:
-        """Say that this launcher ends, and wait a moment until the others know."""
-        self.link.say(replace(self.says, gone=why))
-        self.link.close()
-
-
 class Launcher:
     """Keeps one replica running."""
 
-    def __init__(self, plan: LaunchPlan, guard: Guard, marked: MarkedProcesses, inbox: SignalInbox) -> None:
-        self._plan, self._guard, self._marked, self._inbox = plan, guard, marked, inbox
+    def __init__(self, plan: LaunchPlan, marked: MarkedProcesses, inbox: SignalInbox) -> None:
+        self._plan, self._marked, self._inbox = plan, marked, inbox
         self._policy = RestartPolicy(plan.restarts)
         self._rendezvous = RendezvousPort("127.0.0.1" if plan.nodes == 1 else "")
         self._history = DeviceHistory()
@@ -415,8 +105,12 @@ class Launcher:
         self._ended_by = 0  # the signal that ends this launcher
         self._attempts = 0
         self._last_line = ""  # what the first rank of the newest attempt that failed wrote last
-        self._reporter = Reporter(plan.environment) if plan.has_lighthouse else None
-        self._hosts = OtherHosts(plan, self._selector) if plan.nodes > 1 else None
+        self._words = WordsThread()
+        self._selector.register(self._words.descriptor, selectors.EVENT_READ, self._words)
+        self._reporter = Reporter(plan.environment, self._words) if plan.has_lighthouse else None
+        self._hosts: OtherHosts | None = None
+        if plan.nodes > 1:
+            self._hosts = OtherHosts(plan.environment, plan.nodes, plan.node, self._words)
 
     def run(self) -> int:
         """Run attempts until the end; return the exit code. Raises FabricError where no attempt can begin."""
@@ -430,9 +124,9 @@ class Launcher:
                 ended_by = (
                     f"{signal.Signals(self._ended_by).name} ended" if self._ended_by else "nothing needs"
                 )
-                self._hosts.leave(f"{ended_by} its launcher")
-            if self._reporter is not None:
-                self._reporter.close()
+                says = replace(self._hosts.says, gone=f"{ended_by} its launcher")
+                self._wait_for(self._hosts.link.say(says), LAST_WORDS_S)
+            self._words.close()
 
     def _run(self) -> int:
         while True:
@@ -520,7 +214,7 @@ class Launcher:
                 self._attempts = order.attempt - 1
                 if not self._plan.environment.get("FABRIC_REPLICA"):  # a spare host has its replica only now
                     self._plan.environment["FABRIC_REPLICA"] = order.replica
-                    self._reporter = Reporter(self._plan.environment)
+                    self._reporter = Reporter(self._plan.environment, self._words)
                 return self._hosts.take_place(order)
             if order.do == "leave":
                 log.info("this host leaves: %s", order.why)
@@ -568,8 +262,8 @@ class Launcher:
             code = 127 if error.errno == errno.ENOENT else 126
             log.error("%s cannot be started (%s): correct the command", self._plan.command[0], error.strerror)
             return AttemptEnd({place.own_ranks(layout).start: code})
-        self._guard.tell(attempt.pids)
-        log.info("attempt %d runs (%s): %s", self._attempts, layout, _named(attempt.pids))
+        pids = ", ".join(f"rank {rank} is process {pid}" for rank, pid in enumerate(attempt.pids))
+        log.info("attempt %d runs (%s): %s", self._attempts, layout, pids)
         first: tuple[int, ...] = ()
         failed_at = 0.0
         stopped = False
@@ -590,7 +284,7 @@ class Launcher:
                 at = time.monotonic() + STOPPED_S
                 deadlines.steps = [(at, signal.SIGTERM), (at + _TERM_S, signal.SIGKILL)]
         self._marked.sessions = frozenset(attempt.pids)
-        self._marked.kill(_KILL_S)
+        self._marked.kill()
         attempt.close()
         self._last_line = attempt.last_line(first)
         return AttemptEnd(attempt.codes, first, (failed_at or time.monotonic()) - began)
@@ -602,10 +296,10 @@ class Launcher:
             if isinstance(key.data, RankProcess):
                 attempt.note_end(key.data)
                 ended.append(key.data)
-            elif isinstance(key.data, RankOutput):
-                attempt.pump(key.data)
-            elif isinstance(key.data, NodeLink):
-                key.data.read()
+            elif isinstance(key.data, RankOutput) and not key.data.pump():
+                self._selector.unregister(key.data.source)
+            elif key.data is self._words:
+                self._hear()
         for number in self._inbox.read():
             self._forward(number, attempt, deadlines)
         for number in deadlines.due():
@@ -648,14 +342,23 @@ class Launcher:
             self._look(min(until - time.monotonic(), 3600.0))
         return end
 
-    def _look(self, timeout_s: float | None) -> None:
-        """Wait for the next order or signal, while no rank runs."""
-        for key, _ in self._selector.select(timeout_s):
-            if isinstance(key.data, NodeLink):
-                key.data.read()
+    def _look(self, timeout_s: float | None) -> bool:
+        """Wait for an order or a signal, while no rank runs; return whether a signal ends the launcher."""
+        if any(key.data is self._words for key, _ in self._selector.select(timeout_s)):
+            self._hear()
         ending = [number for number in self._inbox.read() if number in ENDING]
-        if ending:
-            self._ended_by = ending[0]
+        self._ended_by = self._ended_by or next(iter(ending), 0)
+        return bool(ending)
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._words.descriptor)
+
+    def _wait_for(self, words: "Future[None]", at_most_s: float) -> None:
+        """Wait until these words have arrived, unless another signal comes."""
+        until = time.monotonic() + at_most_s
+        while not words.done() and (left_s := until - time.monotonic()) > 0 and not self._look(left_s):
+            pass
 
     def _follow(self, order: LayoutOrder, devices: Sequence[str]) -> NextMove:
         """Take the ordered layout for the next attempts, which begin at once."""
@@ -681,9 +384,9 @@ class Launcher:
         """Tell the lighthouse how the newest attempt ended."""
         if self._reporter is not None:
             report = AttemptReport(self._attempts, why, self._last_line, gave_up, self._ended_by)
-            self._reporter.tell(report)
+            arrived = self._reporter.tell(report)
             if gave_up:
-                self._reporter.finish()
+                self._wait_for(arrived, LAST_REPORT_S)
 
     def _pause(self, pause_s: float) -> None:
         """Wait, unless a signal ends the launcher."""
@@ -692,18 +395,11 @@ class Launcher:
             self._look(left_s)
 
 
-def _named(pids: Sequence[int]) -> str:
-    """Name the process of each rank, for a person who must find one of them on this host."""
-    return ", ".join(f"rank {rank} is process {pid}" for rank, pid in enumerate(pids))
-
-
 def launch(plan: LaunchPlan) -> int:
     """Keep the replica of ``plan`` running; return the launcher's exit code. Raises FabricError."""
-    mark = uuid.uuid4().hex
+    mark = f"{os.getpid()}-{uuid.uuid4().hex}"
     limit = {} if plan.restarts is None else {LAUNCH_RESTARTS: str(plan.restarts)}
     own = {**limit, LAUNCH_STOP_S: f"{plan.stop_s:g}", LAUNCH_MARK: mark}
     plan = replace(plan, environment={**plan.environment, **own})
-    marked = MarkedProcesses(LAUNCH_MARK, mark)
-    guard = Guard(marked)  # started before this process catches signals: the guard must not
-    with contextlib.closing(guard), SignalInbox() as inbox:
-        return Launcher(plan, guard, marked, inbox).run()
+    with SignalInbox() as inbox:
+        return Launcher(plan, MarkedProcesses(LAUNCH_MARK, mark), inbox).run()

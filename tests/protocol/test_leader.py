@@ -158,6 +158,36 @@ def test_an_indefinite_write_that_did_not_land_is_tried_again():
     assert lighthouse.records[0].nonce != lighthouse.records[1].nonce
 
 
+def in_doubt() -> Lighthouse:
+    """A leader whose epoch without c was written without an answer, and is not in the store."""
+    lighthouse = started("a b c")
+    lighthouse.commits = False
+    lighthouse.status("c", "gone")
+    lighthouse.wait(0.1)
+    lost = lighthouse.records[-1]
+    lighthouse.do(io.WriteFailed(lost.nonce, definite=False), io.RecordRead(lighthouse.record))
+    return lighthouse
+
+
+def test_a_write_that_may_still_land_is_shut_out_before_anything_else_is_decided():
+    lighthouse = in_doubt()
+    *_, lost, fence = lighthouse.records
+    assert fence.fence == lighthouse.record.fence and fence.nonce != lighthouse.record.nonce
+    lighthouse.wait(5.0)
+    assert lighthouse.records[-1] == fence, "it decides nothing before the store has answered"
+    lighthouse.commits = True
+    lighthouse.do(io.RecordWritten(fence.nonce))
+    lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a", "b") and lighthouse.record.nonce != lost.nonce
+
+
+def test_a_write_that_lands_before_it_is_shut_out_counts():
+    lighthouse = in_doubt()
+    *_, lost, fence = lighthouse.records
+    lighthouse.do(io.WriteFailed(fence.nonce, definite=True), io.RecordRead(lost))
+    assert lighthouse.record == lost and lighthouse.core.state.leading
+
+
 def test_a_leader_that_reads_another_leaders_record_steps_down():
     lighthouse = Lighthouse(commits=False)
     lighthouse.open("a")

@@ -350,6 +350,17 @@ def commit_on_its_own_for_too_long(patch: Patch) -> None:
     patch.setattr(Rounds, "commit_when_agreed", agreed)
 
 
+def take_a_write_that_is_not_read_back_for_lost(patch: Patch) -> None:
+    resolve = RecordWriter.resolve
+
+    def forget(writer: RecordWriter, record: Record | None) -> Record | None:
+        own = resolve(writer, record)
+        writer.unsettled.clear()
+        return own
+
+    patch.setattr(RecordWriter, "resolve", forget)
+
+
 def complete_when_one_member_has_finished(patch: Patch) -> None:
     def complete(endings: Endings, record: Record) -> bool:
         if endings.finished:
@@ -452,6 +463,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Aims]] = {
         (accept_messages_of_older_epochs, LATE_MESSAGES),
         (go_on_with_newcomers_alone, ()),
         (commit_on_its_own_for_too_long, LONG_ABSENCE),
+        (take_a_write_that_is_not_read_back_for_lost, LONG_ABSENCE),
         (forget_the_promise_of_a_report, ()),
         (resume_by_the_maximum_committed, AFTER_A_COMMIT),
         (count_newcomers_prepared_rounds, BESIDE_A_NEWCOMER),

@@ -266,6 +266,8 @@ class LeaderCore:
         """Rule 1: read the record again after an indefinite or a refused write."""
         writing = self.writer.writing
         if writing is not None and writing.nonce == event.nonce:
+            if not event.definite:
+                self.writer.unsettled.add(event.nonce)
             self.writer.reading = True
             self.outbox.emit(io.ReadRecord())
 
@@ -280,11 +282,14 @@ class LeaderCore:
             self.outbox.emit(io.StepDown("another lighthouse has written the job's record"))
         elif record is not None:
             self.evidence.take_back(record)
+            if self.writer.unsettled:
+                self.writer.write(record)  # no earlier write can land after this one
 
     def _adopt(self, record: Record) -> None:
         """Announce a record that the store has committed."""
         state, before = self.state, self.state.record
         self.writer.writing = None
+        self.writer.unsettled.clear()
         after = (record.fence, record.complete, record.failed)
         if before is not None and after == (before.fence, before.complete, before.failed):
             state.record = record  # no present member is affected by the change

@@ -47,15 +47,16 @@ class RecordWriter:
     entropy: random.Random
     writing: Record | None = None
     reading: bool = False
+    unsettled: set[str] = field(default_factory=set)  # nonces of writes that may still land
     announcement: RosterAnnouncement | None = None
     data_slots: dict[str, int] = field(default_factory=dict)  # replica -> its newest data slot
 
     def resolve(self, record: Record | None) -> Record | None:
-        """Forget the write in flight; return ``record``, as read from the store, if that write made it."""
+        """Forget the write in flight; return ``record``, as read from the store, if this leader wrote it."""
         self.reading = False
         written, self.writing = self.writing, None
-        is_own = written is not None and record is not None and record.nonce == written.nonce
-        return record if is_own else None
+        own = self.unsettled | ({written.nonce} if written is not None else set())
+        return record if record is not None and record.nonce in own else None
 
     def write(self, record: Record) -> None:
         nonce = record.nonce

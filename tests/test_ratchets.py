@@ -33,7 +33,7 @@ LIMITS = {
     "writes of a part of a core into another part": 165,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 85_480,
+    "lines of fabric/": 85_490,
     "files of fabric/": 358,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 2.03,

@@ -75,13 +75,13 @@ def test_a_member_begins_by_the_clock_that_its_driver_has(monkeypatch):
     monkeypatch.setattr(start, "seconds_since_boot", lambda: 5e6)
     begun = []
     engine = SimpleNamespace(listen=lambda bind, ports: 1, begin=begun.append)
-    handle = SimpleNamespace(url="http://a", held_by=lambda ranks: ())
+    handle = SimpleNamespace(url="http://a", sizes=(), held_by=lambda ranks: ())
     durable = SimpleNamespace(find=lambda: ())
     parts = SimpleNamespace(
         settings=Settings(job="job", replica="r0"),
         process=ProcessIdentity(9, (8, 7)),
         exchange=SimpleNamespace(retain=True, lanes=None),
-        gradients=SimpleNamespace(layout="", described=()),
+        gradients=SimpleNamespace(layout="", described=(), nbytes=0),
         plane=SimpleNamespace(kind=""),
         handle=handle,
         durable=durable,

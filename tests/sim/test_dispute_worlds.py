@@ -3,7 +3,7 @@
 from sim import dispute_worlds, noticing
 from sim.run import hunt
 
-SEEDS = 20
+SEEDS = 60
 REPORTED_SEEDS = 8
 
 

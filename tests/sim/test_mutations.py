@@ -6,7 +6,7 @@ from sim.mutations import MUTATIONS
 from sim.world import World
 
 # Seeds within which a bug must show. Most bugs show within ten seeds.
-SEEDS = 100
+SEEDS = 150
 
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))

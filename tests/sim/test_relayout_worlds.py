@@ -5,7 +5,7 @@ from sim import noticing, relayout_worlds
 from sim.relayout_mutations import RELAYOUTS
 
 SEEDS = 60
-MUTATION_SEEDS = 80
+MUTATION_SEEDS = 120
 
 
 def test_every_order_of_a_layout_ends_under_faults():

@@ -85,7 +85,8 @@ def test_poison_stops_the_job_which_names_it(seeds_of):
 @pytest.mark.parametrize("readers", [1, 2, 3])
 def test_a_job_waits_for_a_member_that_can_read_lost_data_and_leaves_nothing_out(readers, seeds_of):
     waited = 0
-    for seed in seeds_of(30):
+    # With three readers of each part one is nearly always there: 64 and 121 are worlds in which none is.
+    for seed in (*seeds_of(30), *((64, 121) if readers == 3 else ())):
         world = play(seed, Sharing(readers=readers))
         assert not world.checks.skipped
         waited += world.clockwork.counts["path: waits for data"]

@@ -56,8 +56,7 @@ def test_replicas_in_fewer_bytes_end_in_equal_states_after_a_kill_in_the_ring(zy
 
 
 def test_a_replica_of_another_exchange_type_is_refused_by_name(zygote, tmp_path):
-    environment = {"TINY_STEPS": "100000", "FABRIC_REPLICAS": "1:2"}
-    with Job(zygote, tmp_path, replicas=2, environment=environment) as job:
+    with Job(zygote, tmp_path, replicas=1, environment={"TINY_STEPS": "100000"}) as job:
         job.start("r0")
         job.wait_for(lambda: server_port(job, "r0"), "r0 to be a member")
         job.start("r1", FABRIC_EXCHANGE="int8")

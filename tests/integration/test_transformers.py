@@ -110,10 +110,10 @@ def test_an_evicted_trainer_goes_on_where_the_job_is(transformers_zygote, tmp_pa
         assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
         check(job, STEPS)
         assert len(set(finals(job).values())) == 1
-        assert job.events("r2", "join"), "r2 was never evicted"
+        assert any(e["replay"] for e in job.events("r2", "commit")), "r2 was never evicted"
         curve, own = notes(job, "r0", 0), notes(job, "r2", 0)
         assert list(curve) == list(range(3, STEPS + 1, 3)) and (tmp_path / "out/checkpoint-20").is_dir()
-        assert max(own) == STEPS and set(own) < set(curve)
+        assert max(own) == STEPS and set(own) <= set(curve)
         assert {step: comparable(curve[step]) for step in own} == {k: comparable(x) for k, x in own.items()}
 
 

@@ -347,8 +347,8 @@ RULES = (
     Mutant(
         "a gradient is asked of one source only",
         CatchUp.fetch_when_behind,
-        "urls = tuple(dict.fromkeys([*self.fetch.urls, *roster]))",
-        "urls = tuple(dict.fromkeys([*self.fetch.urls, *roster]))[:1]",
+        "urls = tuple(x for x in dict.fromkeys([*self.fetch.urls, *roster]) if x not in own)",
+        "urls = tuple(x for x in dict.fromkeys([*self.fetch.urls, *roster]) if x not in own)[:1]",
         "protocol/test_member.py::test_a_newcomer_replays_published_steps",
     ),
     Mutant(

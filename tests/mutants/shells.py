@@ -7,7 +7,7 @@ from fabric.cli.launch.restart_policy import DeviceHistory, RestartPolicy
 from fabric.client.attach import _lanes
 from fabric.client.collectives import calls
 from fabric.client.collectives.collectives import CollectiveMembers, Collectives
-from fabric.client.gradients.bucket_stream import BucketReadiness, Overlap, SentGradients
+from fabric.client.gradients.bucket_stream import BackwardCount, BucketReadiness, Overlap, SentGradients
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.outer.outer_loop import GlobalParameters, JobRounds, OuterLoop, _Updates
@@ -25,8 +25,8 @@ SHELLS = (
     ),
     Mutant(
         "a gradient is final with the first addition to it",
-        Overlap.ready,
-        "self._expected.get(key, 1)",
+        BackwardCount.expected,
+        "self._before.get(key, 1 if self.calls_before else math.inf)",
         "1",
         "client/test_overlap.py::test_a_gradient_is_final_when_backward_has_added_to_it_as_often_as_before",
     ),

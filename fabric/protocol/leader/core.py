@@ -264,11 +264,7 @@ class LeaderCore:
 
     def on_write_failed(self, event: io.WriteFailed) -> None:
         """Rule 1: read the record again after an indefinite or a refused write."""
-        writing = self.writer.writing
-        if writing is not None and writing.nonce == event.nonce:
-            if not event.definite:
-                self.writer.unsettled.add(event.nonce)
-            self.writer.reading = True
+        if self.writer.fail(event):
             self.outbox.emit(io.ReadRecord())
 
     def on_read(self, event: io.RecordRead) -> None:
@@ -288,8 +284,7 @@ class LeaderCore:
     def _adopt(self, record: Record) -> None:
         """Announce a record that the store has committed."""
         state, before = self.state, self.state.record
-        self.writer.writing = None
-        self.writer.unsettled.clear()
+        self.writer.settle()
         after = (record.fence, record.complete, record.failed)
         if before is not None and after == (before.fence, before.complete, before.failed):
             state.record = record  # no present member is affected by the change

@@ -51,6 +51,20 @@ class RecordWriter:
     announcement: RosterAnnouncement | None = None
     data_slots: dict[str, int] = field(default_factory=dict)  # replica -> its newest data slot
 
+    def fail(self, event: io.WriteFailed) -> bool:
+        """Note the failure of a write; return whether it was the one in flight: the record must be read."""
+        if self.writing is None or self.writing.nonce != event.nonce:
+            return False
+        self.reading = True
+        if not event.definite:
+            self.unsettled.add(event.nonce)
+        return True
+
+    def settle(self) -> None:
+        """Note that the store has a record of this leader: no earlier write can land any more."""
+        self.writing = None
+        self.unsettled.clear()
+
     def resolve(self, record: Record | None) -> Record | None:
         """Forget the write in flight; return ``record``, as read from the store, if this leader wrote it."""
         self.reading = False

@@ -307,12 +307,11 @@ class _SlotTransfer:
         """Send a view in a thread."""
         while len(left):
             self._require_content()
-            self._sending = _SENDERS.submit(_push, own, left)
+            self._sending = _SENDERS.submit(_push, own, left, self._sent)
             try:
                 count = await asyncio.wrap_future(self._sending)
             except OSError as error:
                 raise ConnectionResetError("the reader has closed the connection") from error
-            self._sent.inc(count)
             left = left[count:]
             if len(left):
                 await self._give(_room(own))
@@ -360,16 +359,22 @@ class _SlotTransfer:
             raise ConnectionResetError(f"the reader took nothing for {STALL_S:g} s") from None
 
 
-def _push(own: socket.socket, view: memoryview) -> int:
-    """Send ``view`` while the reader takes it; return the bytes that went. Raises OSError."""
+def _push(own: socket.socket, view: memoryview, sent: Counter) -> int:
+    """Send ``view`` while the reader takes it; return the bytes that went. Raises OSError.
+
+    It counts them in ``sent``, because a reader that has all may be gone before the event loop could.
+    """
     room, at = select.poll(), 0
     room.register(own, select.POLLOUT)
-    while at < len(view):
-        try:
-            at += own.send(view[at:])
-        except BlockingIOError:
-            if not room.poll(_PATIENCE_MS):
-                break
+    try:
+        while at < len(view):
+            try:
+                at += own.send(view[at:])
+            except BlockingIOError:
+                if not room.poll(_PATIENCE_MS):
+                    break
+    finally:
+        sent.inc(at)
     return at
 
 

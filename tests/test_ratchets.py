@@ -58,7 +58,7 @@ BUDGETS = {
     "model and errors": 700,
     "plan": 1_750,
     "protocol": 11_990,
-    "runtime": 3_610,
+    "runtime": 3_620,
     "store": 1_550,
     "transport": 1_250,
 }

@@ -463,7 +463,7 @@ class _Trainer:
             exchange=self._exchange_thread(plane, slots, backend, crash),
             fetch_thread=FetchThread(
                 loader,
-                lambda step: slots.for_fetch(step).buffer,
+                gradients.nbytes,
                 self.failpoints,
                 crash,
                 PieceFetcher(self.lanes) if self.lanes is not None else None,

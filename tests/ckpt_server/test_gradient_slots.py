@@ -56,19 +56,6 @@ def test_rounds_go_on_while_the_server_allocates_a_large_slot(attach, plane):
     assert told == [True] * 6 and served(slots, range(6)) == [4, 5]
 
 
-def test_a_replay_and_a_round_use_three_slots_and_no_slot_of_each_other(attach, plane):
-    slots = GradientSlots(attach(), NBYTES, "layout", plane)
-    run(slots, 0, 2)
-    slots.reserve()
-    applied, ahead = slots.for_fetch(2), slots.for_fetch(3)
-    assert slots.for_fetch(3) is ahead, "a fetch that is tried again"
-    round_ = slots.for_round(2, 3)
-    assert len({slot.index for slot in (applied, ahead, round_)}) == 3
-    assert slots.find(3) is round_ and slots.for_round(2, 3) is round_
-    run(slots, 4, 6)
-    assert not slots.handle.holds("gradient", 3, 1) and served(slots, range(6)) == [4, 5]
-
-
 class LateEvent:
     """The event of a copy that ends when the test says so."""
 

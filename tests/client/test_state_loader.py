@@ -190,7 +190,7 @@ def test_a_gradient_that_was_cancelled_before_its_turn_is_never_asked_for(monkey
 
     fetcher = SimpleNamespace(fetch_gradient=fetch_gradient, cancel=lambda: None)
     ladder = SimpleNamespace(make_fetcher=lambda: fetcher)
-    transfer = FetchThread(ladder, memory, SimpleNamespace(hit=lambda *_: None), pytest.fail)
+    transfer = FetchThread(ladder, 8, SimpleNamespace(hit=lambda *_: None), pytest.fail)
     transfer.fetch_gradient(io.FetchGradient(1, 3, ("http://a",)), told.append)
     transfer.cancel()
     transfer.fetch_gradient(io.FetchGradient(1, 4, ("http://b",)), told.append)
@@ -199,29 +199,7 @@ def test_a_gradient_that_was_cancelled_before_its_turn_is_never_asked_for(monkey
     assert asked == [("http://b",)] and len(told) == 1 and told[0].step == 4
     assert isinstance(told[0], io.GradientFetched if ends == "fetched" else io.GradientGone)
     assert ends == "fetched" or told[0].gone == (ends == "gone")
-    assert list(transfer.gradients) == [4] * (ends == "fetched")
-
-
-def memory(step: int) -> torch.Tensor:
-    return torch.zeros(8, dtype=torch.uint8)
-
-
-def test_the_main_thread_may_apply_one_gradient_while_the_next_one_comes(monkeypatch):
-    jobs = []
-    monkeypatch.setattr(module, "Worker", lambda *_, **__: SimpleNamespace(submit=jobs.append))
-
-    def fetch_gradient(urls, *, step, into, **_):
-        into[0] = step
-        return GradientMeta(1, step, 1, 1.0, "ab", "", 8, {}, "http://b")
-
-    ladder = SimpleNamespace(make_fetcher=lambda: SimpleNamespace(fetch_gradient=fetch_gradient))
-    transfer = FetchThread(ladder, memory, SimpleNamespace(hit=lambda *_: None), pytest.fail)
-    for step in (4, 5, 6):
-        transfer.fetch_gradient(io.FetchGradient(1, step, ("http://b",)), lambda _: None)
-        jobs.pop()()
-        assert transfer.as_prepared(step).step == step
-        assert all(flat[0] == at for at, (_, flat) in transfer.gradients.items())
-    assert sorted(transfer.gradients) == [5, 6]
+    assert isinstance(transfer.buffer, torch.Tensor)
 
 
 # --- unequal layouts of ranks ------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from fabric.client.collectives import calls
 from fabric.client.collectives.collectives import CollectiveMembers, Collectives
 from fabric.client.gradients.bucket_stream import BackwardCount, BucketReadiness, Overlap, SentGradients
 from fabric.client.gradients.exchange_thread import ExchangeThread
-from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.outer.outer_loop import GlobalParameters, JobRounds, OuterLoop, _Updates
 from fabric.client.state.fetch_thread import PieceFetcher
 from fabric.ftar.lanes import FlatPlaces
@@ -85,14 +84,6 @@ SHELLS = (
         "for x in ranks for name",
         "for x in [own] for name",
         "client/test_unequal_limits.py::test_a_rank_without_the_buffers_knows_the_places_of_those_of_other_ranks",
-    ),
-    Mutant(
-        "a gradient is fetched into memory that a round uses",
-        GradientSlots.for_fetch,
-        "0, -1)",
-        "0, step)",
-        "ckpt_server/test_gradient_slots.py"
-        "::test_a_replay_and_a_round_use_three_slots_and_no_slot_of_each_other",
     ),
     # outer steps
     Mutant(

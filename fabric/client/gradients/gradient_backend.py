@@ -216,7 +216,7 @@ class DeviceBackend:
         if self._left is not None:
             compute.wait(self._left)
         source = self._flat
-        if absent is None or self._copied_to != slot.data_ptr():
+        if self._copied_to != slot.data_ptr():
             if self._copied is not None:
                 compute.wait(self._copied)  # may fill this slot
             source = slot

@@ -32,7 +32,6 @@ class GradientSlot:
     buffer: torch.Tensor
     epoch: int = 0  # epoch of the round that was reduced into this slot
     step: int = -1  # step of the round that was reduced into this slot
-    fetched: int = -1  # step whose published gradient was fetched into this slot, in place of a round's
     published: bool = False
     labelled: bool = False  # published through shared memory, without a request to the server
     shared: bool = True  # the buffer lies in the server's memory
@@ -75,24 +74,13 @@ class GradientSlots:
         """Return the slot that the round of ``step`` in ``epoch`` may overwrite."""
         with self._lock:
             slot = next((s for s in self._slots if s.step == step and not s.published), None)
-            return self._take(slot, epoch, step)
-
-    def for_fetch(self, step: int) -> GradientSlot:
-        """Return the slot for the published gradient of ``step``. The slots of the step before, of a round
-        under way and of this fetch are three."""
-        with self._lock:
-            slot = self._take(next((s for s in self._slots if s.fetched == step), None), 0, -1)
-            slot.fetched = step
+            if slot is None:
+                slot, self._prepared = self._prepared or self._next(), None
+            slot.settle()
+            self._uses += 1
+            slot.epoch, slot.step, slot.published, slot.used = epoch, step, False, self._uses
+            slot.bytes_digest = ""
             return slot
-
-    def _take(self, slot: GradientSlot | None, epoch: int, step: int) -> GradientSlot:
-        if slot is None:
-            slot, self._prepared = self._prepared or self._next(), None
-        slot.settle()
-        self._uses += 1
-        slot.epoch, slot.step, slot.published, slot.used = epoch, step, False, self._uses
-        slot.bytes_digest, slot.fetched = "", -1
-        return slot
 
     def prepare(self) -> None:
         """Withdraw the slot of the next round now, so that the round need not ask the server for it.

@@ -77,15 +77,16 @@ class LocalState:
 
     @property
     def may_yield(self) -> bool:
-        """Whether heavy work may run at low priority, because no other member waits for this one.
+        """Whether heavy work may run at low priority.
 
         Not on a device, which needs little of the processor. Not if this replica's ranks would wait for it.
         """
-        return self._process.group is None and not self._on_device and not self._engine.is_listed
+        return self._process.group is None and not self._on_device
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work``, run at low priority while no other member waits for this one."""
-        return run_low_priority(work) if self.may_yield else work()
+        alone = self._progress.behind or not self._engine.epoch
+        return run_low_priority(work) if self.may_yield and alone else work()
 
     def digest(self) -> str:
         """Return the digest of the shared state as it is now."""
@@ -286,7 +287,8 @@ class Handover:
             slot = self._parts.slots.find(order.step)
             backend.scatter(gradients, slot.buffer, weight, slot.absent)
         else:
-            _, fetched = self._parts.fetch_thread.gradients[order.step]
+            fetched = self._parts.fetch_thread.buffer
+            assert fetched is not None
             backend.scatter(gradients, fetched, weight)
 
 

@@ -137,36 +137,31 @@ _PAUSE_S = 1.0
 
 
 class FetchThread:
-    """Performs FetchState and FetchGradient; the results are in ``take_state`` and ``gradients``.
-
-    While the main thread applies the gradient of one step, the next step's is fetched.
-    """
+    """Performs FetchState and FetchGradient; the results are in ``take_state`` and ``gradient``."""
 
     def __init__(
         self,
         state_loader: StateLoader,
-        memory: Callable[[int], torch.Tensor],
+        gradient_bytes: int,
         points: Failpoints,
         on_crash: Callable[[BaseException], None],
         pieces: PieceFetcher | None = None,
         digest: Callable[[memoryview], str] = bytes_digest,
     ) -> None:
-        """``memory`` returns the memory for a step's gradient; the step before has other memory.
-        ``digest``: the digest by which the members of this job name gradients.
-        """
+        """``digest``: the digest by which the members of this job name gradients."""
         self._state_loader = state_loader
         # A cancelled fetcher cannot work again: its sockets are shut down.
         self._fetcher = state_loader.make_fetcher()
-        self._memory = memory
+        self._gradient_bytes = gradient_bytes
         self._digest = digest
         self.pieces = pieces  # reads gradients of other layouts, where replicas have unequal layouts
         self._points = points
         self._worker = Worker("fabric-fetch", on_crash, background=True)
         self._wanted = 0
         self._closing = threading.Event()
+        self.buffer: torch.Tensor | None = None
         self._state: FetchedState | None = None
-        # By step the gradients fetched last, of which the main thread applies at most one.
-        self.gradients: dict[int, tuple[GradientMeta, torch.Tensor]] = {}
+        self.gradient: GradientMeta | None = None
 
     def fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
         """Queue the fetch of a snapshot."""
@@ -199,32 +194,35 @@ class FetchThread:
     def _fetch_gradient(self, order: io.FetchGradient, ticket: int, post: Callable[[io.Event], None]) -> None:
         if ticket != self._wanted:
             return
-        flat = self._memory(order.step)
+        if self.buffer is None:
+            self.buffer = torch.zeros(self._gradient_bytes, dtype=torch.uint8, device="cpu")
         try:
-            if self.pieces is not None:
-                meta = self.pieces.fetch(self._fetcher, order, flat, _WAIT_S, self._digest)
-            else:
-                meta = self._fetcher.fetch_gradient(
-                    order.urls,
-                    generation=order.generation,
-                    step=order.step,
-                    into=flat.numpy().data,
-                    wait_s=_WAIT_S,
-                    digest=self._digest,
-                )
-                meta = replace(meta, digest=str(meta.meta.get("round_digest", meta.digest)))
+            meta = self._read_gradient(order, self.buffer)
         except FabricError as error:
             # If no server has published the gradient yet, or no source answers now, the core asks again.
             if ticket == self._wanted:
                 post(io.GradientGone(order.step, gone=isinstance(error, Gone), why=str(error)))
             return
-        before = {step: held for step, held in self.gradients.items() if step == order.step - 1}
-        self.gradients = before | {order.step: (meta, flat)}
+        self.gradient = meta
         post(io.GradientFetched(order.step, meta.digest))
 
-    def as_prepared(self, step: int) -> io.PreparedRound:
+    def _read_gradient(self, order: io.FetchGradient, into: torch.Tensor) -> GradientMeta:
+        if self.pieces is not None:
+            return self.pieces.fetch(self._fetcher, order, into, _WAIT_S, self._digest)
+        meta = self._fetcher.fetch_gradient(
+            order.urls,
+            generation=order.generation,
+            step=order.step,
+            into=into.numpy().data,
+            wait_s=_WAIT_S,
+            digest=self._digest,
+        )
+        return replace(meta, digest=str(meta.meta.get("round_digest", meta.digest)))
+
+    def as_prepared(self) -> io.PreparedRound:
         """Return the fetched gradient as the prepared round in which its members computed it."""
-        gradient, _ = self.gradients[step]
+        gradient = self.gradient
+        assert gradient is not None
         contributions = gradient.meta.get("contributions", {})
         return io.PreparedRound(
             epoch=gradient.epoch,

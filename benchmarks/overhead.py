@@ -260,7 +260,7 @@ def member() -> None:
     if ranks > 1:
         begin_world(ranks, world)
         mesh = init_device_mesh("cpu", (world, ranks), mesh_dim_names=("replicate", "shard"))
-        rank_group.dist = OneReplica(mesh["shard"].get_group())  # type: ignore
+        rank_group.dist = OneReplica(mesh["shard"].get_group())  # type: ignore[assignment, attr-defined]
         ours = Ours(name, world, until, mesh["shard"])
         sides = {"ours": ours, "theirs": OnGloo(name, mesh)}
     else:

@@ -103,7 +103,7 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
     and takes no snapshot."""
     replicas = "2:2" if waits else "2"
     environment = {"TINY_STEPS": "12", "FABRIC_REPLICAS": replicas, "FABRIC_SNAPSHOT_EVERY": str(HELD_AT)}
-    held, gate = tmp_path / "held", tmp_path / "gate"
+    begun, held, gate = tmp_path / "begun", tmp_path / "held", tmp_path / "gate"
     with Cable() as cable:
         inside = ("ip", "netns", "exec", cable.names[0])
         with LaunchedJob(
@@ -113,13 +113,19 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
             job.environment |= {"TEST_NETNS": cable.names[0], "FABRIC_BIND": ADDRESSES[0]}
             job.start_beside("r0", "" if waits else f"forward@{HELD_AT + 2}=wait:{gate}")
             job.groups["r1"] = ["r1.0", "r1.1"]
-            points = {"FABRIC_TEST_POINTS": f"before-ring@{HELD_AT}=wait:{held}"}
+            # While the snapshot of step 0 is copied, that of step HELD_AT would be left out.
+            points = {"FABRIC_TEST_POINTS": f"forward@1=wait:{begun},before-ring@{HELD_AT}=wait:{held}"}
             hosts.start("host-0", 0, "--node", "0", **points)
             hosts.start("host-1", 1, "--node", "1", **points)
             hosts.start("host-2", 1, "--spare-node", **points)
+            job.wait_for(Path(f"{begun}.awaited").exists, "step 1 of r1")
+            job.wait_for(lambda: len(holders(job, cable, 0)) == 4, "snapshots of step 0 in all servers")
+            begun.touch()
             job.wait_for(Path(f"{held}.awaited").exists, f"step {HELD_AT} of r1")
-            job.wait_for(lambda: len(holders(job, cable)) == 4, f"snapshots of step {HELD_AT} in all servers")
-            servers = holders(job, cable)
+            job.wait_for(
+                lambda: len(holders(job, cable, HELD_AT)) == 4, f"snapshots of step {HELD_AT} in all servers"
+            )
+            servers = holders(job, cable, HELD_AT)
             with os.fdopen(os.pidfd_open(job.pid("r1", 1))) as rank:
                 if lost == "host":
                     hosts.lose("host-1")
@@ -183,12 +189,12 @@ def test_the_voice_of_a_host_is_lost_and_all_ranks_start_again(zygote, tmp_path,
             job.check_lanes(40)
 
 
-def holders(job: LaunchedJob, cable: Cable) -> dict[tuple[str, int], str]:
-    """Return the servers that hold the snapshot at which r1 is held, by replica and rank."""
+def holders(job: LaunchedJob, cable: Cable, step: int) -> dict[tuple[str, int], str]:
+    """Return the servers that hold the snapshot of ``step``, by replica and rank."""
     return {
         (x["replica"], x["rank"]): x["ckpt"]
         for x in within(cable, job.status)["checkpoint_servers"]
-        if any(snapshot["step"] == HELD_AT for snapshot in x["snapshots"])
+        if any(snapshot["step"] == step for snapshot in x["snapshots"])
     }
 
 

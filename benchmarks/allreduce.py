@@ -37,9 +37,9 @@ SIDES = OURS + PEERS
 # A measurement reduces about MEASURE_BYTES in total, in 1 to MOST_REPEATS exchanges.
 MEASURE_BYTES, MOST_REPEATS = 2**25, 40
 NEEDED = {
-    ("tcp", 2): {"1MB": 2.0, "16MB": 1.0, "64MB": 1.0, "256MB": 1.0},
+    ("tcp", 2): {"1MB": 2.0, "16MB": 1.25, "64MB": 1.25, "256MB": 1.25},
     ("tcp", 3): {"1MB": 2.0, "16MB": 1.0, "64MB": 1.0, "256MB": 1.0},
-    ("tcp", 4): {"1MB": 2.0, "16MB": 0.9, "64MB": 0.9, "256MB": 0.9},
+    ("tcp", 4): {"1MB": 2.0, "16MB": 1.05, "64MB": 1.05, "256MB": 1.05},
     **{("shm", n): {"16MB": 3.0, "64MB": 3.0, "256MB": 3.0} for n in WORLDS},
     **{("shm_copy", n): {"16MB": 1.8, "64MB": 1.8, "256MB": 1.8} for n in WORLDS},
 }

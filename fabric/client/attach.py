@@ -430,7 +430,6 @@ class _Trainer:
     content: ContentDigests | None
 
     def make_parts(self) -> EngineParts:
-        """Make the parts and connect them."""
         settings, handle, gradients = self.settings, self.handle, self.gradients
         crash_marker = CrashMarker(handle)
         crash = _crash(settings.replica, crash_marker)

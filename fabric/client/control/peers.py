@@ -132,12 +132,10 @@ class Peers:
 
     @property
     def replica(self) -> str:
-        """The replica that owns these links."""
         return self._me.replica
 
     @property
     def incarnation(self) -> int:
-        """The process that owns these links."""
         return self._me.incarnation
 
     @property
@@ -178,13 +176,11 @@ class Peers:
     def planes(self, epoch: int) -> dict[str, str]:
         """Return the transport of this member's two ring links in ``epoch``: shm or tcp."""
         linking = self._epochs.get(epoch)
-        ring = linking.rings[0] if linking is not None and linking.rings else None
-        links = {"next": ring.next_socket, "previous": ring.previous_socket} if ring is not None else {}
-        return {
-            side: "shm" if sock.family == socket.AF_UNIX else "tcp"
-            for side, sock in links.items()
-            if sock is not None
-        }
+        for ring in linking.rings[:1] if linking is not None else ():
+            links = {"next": ring.next_socket, "previous": ring.previous_socket}
+            local = {side: x.family == socket.AF_UNIX for side, x in links.items() if x is not None}
+            return {side: "shm" if is_local else "tcp" for side, is_local in local.items()}
+        return {}
 
     # --- making an epoch's links ------------------------------------------------------------------
 
@@ -227,7 +223,10 @@ class Peers:
             self._feed(io.Linked(record.epoch))
             return
         loop = asyncio.get_running_loop()
-        dials = [loop.create_task(self._dial_control(linking, x)) for x in self._to_dial(record)]
+        # Only the rank 0 of a replica has control links.
+        after_me = [x for x in record.roster if x.replica > self._me.replica and not self._identity.rank]
+        to_dial = [x for x in after_me if (x.replica, x.incarnation) not in self._links]
+        dials = [loop.create_task(self._dial_control(linking, x)) for x in to_dial]
         dials += [loop.create_task(self._dial_next(linking, ring)) for ring in linking.rings]
         try:
             async with asyncio.timeout(self._link_s):
@@ -305,13 +304,6 @@ class Peers:
             for x in self._lanes.enter(record).rings
         ]
 
-    def _to_dial(self, record: Record) -> list[Member]:
-        """Return the members to dial for control links. Only the rank 0 of a replica has control links."""
-        if self._identity.rank:
-            return []
-        others = [x for x in record.roster if x.replica > self._me.replica]
-        return [x for x in others if (x.replica, x.incarnation) not in self._links]
-
     def _missing(self, linking: _Linking) -> list[str]:
         record = linking.record
         others = [
@@ -335,15 +327,16 @@ class Peers:
         task = self._dials.get(key)
         if task is None:
             task = self._dials[key] = asyncio.create_task(self._link_control(linking.record, member))
-            task.add_done_callback(lambda done: self._dialled(key, done))
+
+            def dialled(done: asyncio.Task[None]) -> None:
+                self._dials.pop(key, None)
+                if not done.cancelled():
+                    done.exception()  # else asyncio logs an exception for which no epoch waits
+
+            task.add_done_callback(dialled)
         # Shielded: when a newer epoch cancels this wait, the newer epoch may still need the link.
         with self._noted(linking, member):
             await asyncio.shield(task)
-
-    def _dialled(self, key: ProcessKey, task: "asyncio.Task[None]") -> None:
-        self._dials.pop(key, None)
-        if not task.cancelled():
-            task.exception()  # else asyncio logs an exception for which no epoch waits
 
     @contextlib.contextmanager
     def _noted(self, linking: _Linking, member: Member) -> Iterator[None]:
@@ -390,16 +383,14 @@ class Peers:
                 token = self._token.shown().encode()
                 local = self._plane.shares_memory and not greeting.connection
                 return await dial(address, greeting, token, _DIAL_S, local)
-            except Unconnected:
-                if time.monotonic() - since >= CONNECT_S:
+            except FabricError as error:
+                if not isinstance(error, Unconnected):
+                    # The peer answered no: it may not know the epoch yet, or a new process may replace it.
+                    since = math.inf
+                elif time.monotonic() - since >= CONNECT_S:
                     raise
-                await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
-                tries += 1
-            except FabricError:
-                # The peer answered no: it may not know the epoch yet, or a new process may replace it.
-                since = math.inf
-                await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
-                tries += 1
+            await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+            tries += 1
         return None
 
     async def dial_collective(
@@ -440,13 +431,14 @@ class Peers:
 
     def probe(self, members: tuple[Member, ...]) -> None:
         """Find out which members this process can reach; feeds Probed."""
-        self._spawn(self._probe(members))
 
-    async def _probe(self, members: tuple[Member, ...]) -> None:
-        others = [x for x in members if x.replica != self._me.replica]
-        lost = await asyncio.gather(*(self._lost_bytes(x) for x in others))
-        away = [x.replica for x, size in zip(others, lost, strict=True) if size is not None]
-        self._feed(io.Probed(tuple(away), min((size for size in lost if size is not None), default=0)))
+        async def work() -> None:
+            others = [x for x in members if x.replica != self._me.replica]
+            sizes = await asyncio.gather(*(self._lost_bytes(x) for x in others))
+            lost = {x.replica: size for x, size in zip(others, sizes, strict=True) if size is not None}
+            self._feed(io.Probed(tuple(lost), min(lost.values(), default=0)))
+
+        self._spawn(work())
 
     async def _lost_bytes(self, member: Member) -> int | None:
         """Return the size of messages that get lost on the way to ``member`` or back; 0: of any size.
@@ -533,13 +525,6 @@ class Peers:
             linking.changed.set()
 
 
-# The ring links of collectives between replicas, made when the first collective needs them.
-#
-# They are separate from the links of an epoch, so a collective that fails never harms a round. A group is a
-# set of processes, and its number fences it. When a ring of the group has failed, its members make the next
-# attempt: each one dials its next member again, and all agree on the highest attempt that they have seen.
-
-
 # Links that no ring has taken yet. Each process has one previous member in a group.
 _MAX_ARRIVALS = 64
 
@@ -554,7 +539,6 @@ class CollectiveGroup:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The replicas' names, in ring order."""
         return tuple(x.replica for x in self.members)
 
     @cached_property
@@ -603,7 +587,13 @@ class _LinkArrival(NamedTuple):
 
 
 class CollectiveLinks:
-    """Makes the links of one group at a time; lives on the control thread's loop."""
+    """The ring links of collectives between replicas, made when the first collective needs them.
+
+    They are separate from the links of an epoch, so a collective that fails never harms a round. A group is a
+    set of processes, and its number fences it. When a ring of the group has failed, its members make the next
+    attempt: each one dials its next member again, and all agree on the highest attempt that they have seen.
+    The links of one group are made at a time, on the control thread's loop.
+    """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers

@@ -44,19 +44,17 @@ from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
 from fabric.transport.tcp import dial
 
-# The links between the ranks of a replica: orders one way, outcomes the other.
-#
-# Like links between members these links are authenticated and ordered. The end of a link means that its
-# rank's process has ended.
-
-
 _START_S = 60.0
 _DIAL_S = 3.0
 _RETRY_S = 0.05
 
 
 class RankLinks:
-    """The links that other ranks of process ``incarnation`` dial to ``rank``: rank 0, or a host's voice."""
+    """The links that other ranks of process ``incarnation`` dial to ``rank``: rank 0, or a host's voice.
+
+    Orders go one way, outcomes the other. Like links between members these links are authenticated and
+    ordered. The end of a link means that its rank's process has ended.
+    """
 
     def __init__(self, rank: int, incarnation: int) -> None:
         self._rank = rank
@@ -72,8 +70,15 @@ class RankLinks:
 
         Until then nothing is read: a rank sends as soon as it is linked, and its messages wait in the socket.
         """
+
+        async def listen(ranks: tuple[int, ...]) -> None:
+            await self._links[ranks[0]].run(
+                lambda data: on_said(decode_outcomes(data, ranks)),
+                lambda why: on_said(FromRank(ranks[0], RankOutcome(RankLost(ranks[0], why)))),
+            )
+
         for ranks in self.voices:
-            task = asyncio.get_running_loop().create_task(_listen(ranks, self._links[ranks[0]], on_said))
+            task = asyncio.get_running_loop().create_task(listen(ranks))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -119,14 +124,6 @@ class RankLinks:
             task.cancel()
 
 
-async def _listen(ranks: tuple[int, ...], link: Link, on_said: Callable[[FromRank | FromHost], None]) -> None:
-    first = ranks[0]
-    await link.run(
-        lambda data: on_said(decode_outcomes(data, ranks)),
-        lambda why: on_said(FromRank(first, RankOutcome(RankLost(first, why)))),
-    )
-
-
 class FollowerLink:
     """The side of a rank other than 0: its link to rank 0, or to its host's voice."""
 
@@ -163,7 +160,6 @@ class FollowerLink:
             self.link.send(*map(encode_outcomes, sums))
 
     async def close(self) -> None:
-        """Say goodbye."""
         if self.link is not None:
             await self.link.close(linger_s=1.0)
         if self._task is not None:

@@ -179,14 +179,14 @@ class StepSampler(torch.utils.data.Sampler[int]):
     def _mistake(self) -> str:
         """Return how the loop's batches differ from a whole step, or an empty string."""
         if self._exchanged == 0:
-            size = next((x for x in _batch_sizes(self) if self.per_step % x), None)
-            if size is not None:
+            sizes = {x.batch_size for x in of_types({BatchSampler}) if x.sampler is self}
+            size = min((x for x in sizes if self.per_step % x), default=0)
+            if size:
                 return f"the DataLoader has batch_size {size}"
         drawn = self._yielded - self._exchanged * self.per_step
         return f"the loop drew {drawn} samples for this step" if drawn < self.per_step else ""
 
     def describe(self) -> dict[str, Any]:
-        """Describe the sampler for the journal."""
         order = {} if self._plan.order is None else {"order": self._plan.order.digest}
         return order | {
             "policy": "shrink",
@@ -213,8 +213,3 @@ def _order_of(sampler: Any, seed: int, size: int) -> SamplerOrder:
             "sampler of indices, or use session.loader(batch_sampler=)"
         )
     return order
-
-
-def _batch_sizes(sampler: StepSampler) -> list[int]:
-    """Return the batch sizes of the DataLoaders that draw from ``sampler``."""
-    return sorted({x.batch_size for x in of_types({BatchSampler}) if x.sampler is sampler})

@@ -346,11 +346,9 @@ class _BareStep:
         test = node.test if isinstance(node, ast.If | ast.While) else node.iter
         self._read(test, quiet)
         if not isinstance(node, ast.If):  # a later pass may read what an earlier one has set
-            self.bound |= set(stores([x for x in ast.walk(node) if self._is_outside(x)]))
+            outside = (x for x in ast.walk(node) if isinstance(x, ast.stmt) and not self._is_inner(x))
+            self.bound |= set(stores(outside))
         self._guarded([node.body, node.orelse], quiet, self.guards(test))
-
-    def _is_outside(self, node: ast.AST) -> bool:
-        return isinstance(node, ast.stmt) and not self._is_inner(node)
 
     def _guarded(self, blocks: Iterable[list[ast.stmt]], quiet: bool, guarded: bool) -> None:
         for statements in blocks:
@@ -407,21 +405,15 @@ class _BareStep:
         plain = {id(x.value) for x in nodes if isinstance(x, ast.Attribute) and x.attr in _PLAIN_USES}
         compared = {id(y) for x in nodes if _is_periodic(x) for y in ast.walk(x)}
         for node in nodes:
-            if isinstance(node, ast.Name) and (
-                node.id in self.answers or (node.id == self.step and id(node) not in plain)
-            ):
-                return True
-            if isinstance(node, ast.Attribute) and node.attr in self.attributes:
-                return True
-            if (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and node.value in self.candidates
-            ):
-                return True
-            if isinstance(node, ast.Call) and called(node) in _LOOKUPS:
-                return True
-            if self._is_count(node) and id(node) not in compared:
+            if isinstance(node, ast.Name):
+                tells = node.id in self.answers or (node.id == self.step and id(node) not in plain)
+            elif isinstance(node, ast.Attribute):
+                tells = node.attr in self.attributes
+            elif isinstance(node, ast.Constant):
+                tells = isinstance(node.value, str) and node.value in self.candidates
+            else:
+                tells = isinstance(node, ast.Call) and called(node) in _LOOKUPS
+            if tells or (self._is_count(node) and id(node) not in compared):
                 return True
         return False
 
@@ -480,13 +472,8 @@ def _own(tree: ast.AST, carried: dict[str, int]) -> dict[str, int]:
 def _loop_at(source: str, line: int) -> tuple[ast.Module | None, ast.For | None]:
     """Return the source's tree, and the one ``for`` statement whose head has this line."""
     tree = parsed(source)
-    if tree is None:
-        return None, None
-    loops = [
-        x
-        for x in ast.walk(tree)
-        if isinstance(x, ast.For) and x.lineno <= line <= (x.iter.end_lineno or x.lineno)
-    ]
+    loops = [x for x in ast.walk(tree) if isinstance(x, ast.For)] if tree is not None else []
+    loops = [x for x in loops if x.lineno <= line <= (x.iter.end_lineno or x.lineno)]
     return tree, loops[0] if len(loops) == 1 else None
 
 

@@ -348,7 +348,8 @@ class Session(LoopCalls):
 
     def reach_boundary(self) -> LoopOrder:
         """Announce that the state is at a step boundary, and return the order for the next step."""
-        return self.orders.answer(self._ready())
+        self._engine.post(self._ready())
+        return self.orders.next()
 
     def contribute(self, order: io.Compute, weight: float) -> None:
         """Hand over ``.grad`` with this weight, without a wait. Without a ``.grad`` the weight is 0."""
@@ -447,7 +448,7 @@ class Session(LoopCalls):
             )
         except StorageUnavailable as error:
             self._shutdown.leave(str(error), 75)
-        self._shutdown.watch_notice()
+        self._shutdown.notice.begin()
 
     def _ready(self) -> io.Ready:
         """Return the event that the state is at a step boundary: after an update, or at the start."""
@@ -471,7 +472,7 @@ class Session(LoopCalls):
         redo = self.overlap.end_order(weight)
         self._parts.exchange.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
-        self._state.settle()
+        self._parts.snapshots.settle()
 
     def _end_step(self, step: Step, order: LoopOrder | None) -> None:
         """Put the committed gradient into ``.grad`` and hand over to the user's update code."""
@@ -550,12 +551,10 @@ class SoloSession(LoopCalls):
         return capture(self._objects, self.committed_step).digest()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """As Session.batches."""
         while True:
             yield from loader
 
     def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[Step]:
-        """As Session.steps."""
         if not self._data.until:  # the first call
             check_source(inspect.currentframe(), self._objects.values())
         self._data.enter(data, until, first_step)
@@ -566,7 +565,6 @@ class SoloSession(LoopCalls):
             step.check_ended()
 
     def run_step(self, step: Step) -> Iterator[Any]:
-        """As Session.run_step."""
         loader, at = self._data.loader, step.number - self._data.first_step
         plan = loader.plan
         filled = plan.with_samples(at, range(plan.micro_batches))
@@ -583,7 +581,6 @@ class SoloSession(LoopCalls):
         self._end(step, skipped)
 
     def run_backward(self, step: int, weight: float, run: Callable[[], None]) -> None:
-        """As Session.run_backward."""
         self.stale.begin(step)
         run()
         self.stale.added()

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
@@ -47,6 +47,7 @@ UNSHARED = ("refuse", "ignore")
 # The search within an object of ``state=`` has a largest depth and a largest number of parts.
 _DEPTH = 6
 _PARTS = 10_000
+_OF_OPTIMIZER = ("state", "param_groups", "defaults")  # they are many, and hold no other optimizer
 # Looks come in pairs: the first steps may have a learning rate of zero, and an average may begin late.
 _FIRST_LOOKS = (3, 30, 300, 3000, 30_000)
 # Each tensor is known by at most so many of its elements, evenly spread.
@@ -88,8 +89,12 @@ class UnsharedWatch:
 
     def _refusal(self) -> ConfigError | None:
         objects = living(LRScheduler, torch.amp.GradScaler, AveragedModel)
-        inside = _parts_of(self._state.values())
-        schedulers = [x for x in objects if isinstance(x, LRScheduler) and self._steers(x)]
+        inside = {id(x) for x in _parts(self._state.values(), _DEPTH, is_state=True)}
+        # A wrapper around an optimizer, such as Accelerate's, returns the inner optimizer's ``param_groups``.
+        groups = {id(x.param_groups) for x in self._optimizers}
+        schedulers = [x for x in objects if isinstance(x, LRScheduler)]
+        steered = [getattr(getattr(x, "optimizer", None), "param_groups", None) for x in schedulers]
+        schedulers = [x for x, own in zip(schedulers, steered, strict=True) if id(own) in groups]
         within = {id(part) for x in schedulers for part in getattr(x, "_schedulers", ())}
         for scheduler in schedulers:
             if id(scheduler) not in within and id(scheduler) not in inside:
@@ -120,37 +125,31 @@ class UnsharedWatch:
     def _count_wrapped(self) -> int:
         return sum(hasattr(x.step, "_wrapped_by_lr_sched") for x in self._optimizers)
 
-    def _steers(self, scheduler: LRScheduler) -> bool:
-        # A wrapper around an optimizer, such as Accelerate's, returns the inner optimizer's ``param_groups``.
-        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
-        return groups is not None and any(groups is x.param_groups for x in self._optimizers)
 
+def _parts(values: Iterable[Any], depth: int = 2, is_state: bool = False) -> Iterator[Any]:
+    """Yield these objects, and what they hold in attributes, lists and mappings, each once.
 
-def _parts_of(values: Iterable[object]) -> set[int]:
-    """Return the ids of these objects and of their parts, down to a few levels."""
-    seen: set[int] = set()
+    ``is_state``: also the modules within a module. What an optimizer holds is left out then, because it is
+    in no state.
+    """
+    seen: dict[int, Any] = {}  # by id; values that a property makes must live until the end
     level = list(values)
-    for _ in range(_DEPTH + 1):
-        following: list[object] = []
+    for _ in range(depth + 1):
+        following: list[Any] = []
         for value in level:
             if id(value) in seen or len(seen) > _PARTS:
                 continue
-            seen.add(id(value))
-            following += _held_by(value)
+            seen[id(value)] = value
+            yield value
+            if isinstance(value, Mapping | list | tuple):
+                following += value.values() if isinstance(value, Mapping) else value
+            elif isinstance(value, torch.nn.Module):
+                following += value.modules() if is_state else ()
+            elif not isinstance(value, torch.Tensor | type | Optimizer if is_state else torch.Tensor | type):
+                left_out = () if is_state else _OF_OPTIMIZER
+                attributes = getattr(value, "__dict__", {})
+                following += [x for name, x in attributes.items() if name not in left_out]
         level = following
-    return seen
-
-
-def _held_by(value: object) -> list[object]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple):
-        return list(value)
-    if isinstance(value, torch.nn.Module):
-        return list(value.modules())
-    if isinstance(value, torch.optim.Optimizer | torch.Tensor):
-        return []
-    return list(getattr(value, "__dict__", {}).values())
 
 
 def _refusal(what: str, differs: str, entry: str) -> ConfigError:
@@ -359,7 +358,6 @@ class _AverageSource:
         self._values, self._names, self._fresh, self._file = outer
 
     def read_function(self, function: UserFunction, given: Mapping[str, _Marks]) -> None:
-        """Read a function of the user's."""
         marks = {name: x for name, x in given.items() if name != function.me}
         self.read(function.node, function.values, marks, function.file)
 
@@ -486,14 +484,6 @@ def _sample(tensor: torch.Tensor) -> _Sample:
     return tuple(flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].float().tolist())
 
 
-# Refuses an optimizer that is not attached: no other replica has what it changes, and no run would say so.
-#
-# A second model that the script trains follows one replica's own data. A new optimizer of the attached model
-# is at its first step in a replica that joins, and goes on in the others.
-
-
-Optimizer = torch.optim.Optimizer
-
 MORE_OPTIMIZERS = (
     "give attach all optimizers, and one module of all that they train, or say "
     'unshared="ignore" where that is intended'
@@ -503,8 +493,11 @@ MORE_OPTIMIZERS = (
 class OptimizerWatch:
     """Looks at each optimizer that makes a step in this process. ``shared``: objects of the shared state.
 
-    An optimizer whose parameters are not in the model may live for one step, as in the inner loop of
-    meta-learning. ``advice`` ends the sentence.
+    It refuses one that is not attached: no other replica has what it changes, and no run would say so. A
+    second model that the script trains follows one replica's own data. A new optimizer of the attached model
+    is at its first step in a replica that joins, and goes on in the others. An optimizer whose parameters are
+    not in the model may live for one step, as in the inner loop of meta-learning. ``advice`` ends the
+    sentence.
     """
 
     def __init__(
@@ -525,7 +518,6 @@ class OptimizerWatch:
         self._hook = self._hook or register_optimizer_step_pre_hook(self._look)
 
     def end(self) -> None:
-        """The training is over: do not look any more."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -563,19 +555,3 @@ def belongs(optimizer: Optimizer, attached: Sequence[Optimizer]) -> bool:
         or any(y is optimizer for y in _parts([x]))
         for x in attached
     )
-
-
-def _parts(values: Iterable[Any], depth: int = 2) -> Iterator[Any]:
-    """Yield these objects, and what they hold in attributes, lists and dicts."""
-    for value in values:
-        yield value
-        held: Iterable[Any] = ()
-        if isinstance(value, list | tuple | dict):
-            held = value.values() if isinstance(value, dict) else value
-        elif not isinstance(value, torch.Tensor | torch.nn.Module | type):
-            held = [x for name, x in getattr(value, "__dict__", {}).items() if name not in _OWN]
-        if depth:
-            yield from _parts(list(held), depth - 1)
-
-
-_OWN = ("state", "param_groups", "defaults")  # of an optimizer: they are many, and hold no other optimizer

@@ -95,7 +95,6 @@ def cut_fragments(sizes: Sequence[int], fragments: int) -> list[int]:
 
 
 def is_whole(value: object) -> bool:
-    """Whether ``value`` is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

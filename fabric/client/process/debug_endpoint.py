@@ -95,7 +95,6 @@ class DebugEndpoint:
             self._endpoint = LocalEndpoint(run_dir, DEBUG_SOCKET_NAME, "fabric-debug", self._hear)
 
     def close(self) -> None:
-        """Stop answering."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.close()

@@ -113,14 +113,6 @@ def samples(tensor: torch.Tensor, places: Sequence[int]) -> bytes:
     return b"".join([ctypes.string_at(address + at, SAMPLE_BYTES) for at in places])
 
 
-# Decides when a state that was read while user code ran is the state of its step.
-#
-# Code that moves weights for a moment and puts them back (adversarial training, SAM, an average swapped
-# in for an evaluation) trains as without fabric. But a copy or digest that runs meanwhile may read moved
-# weights. So a copy is compared with the state once user code has ended. After the first such write this
-# process reads its state before user code goes on.
-
-
 # Of a copy this many bytes are compared, and of each of the first few copies all bytes.
 _COMPARED_BYTES = 16 << 20
 _COMPARED_WHOLE = 4
@@ -131,7 +123,13 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class WriteWatch:
-    """Watches the shared state of one process. ``read`` digests a view at once. For the main thread."""
+    """Decides when a state that was read while user code ran is the state of its step.
+
+    Code that moves weights for a moment and puts them back (adversarial training, SAM, an average swapped
+    in for an evaluation) trains as without fabric. But a copy or digest that runs meanwhile may read moved
+    weights. So a copy is compared with the state once user code has ended. After the first such write this
+    process reads its state before user code goes on. ``read`` digests a view at once. For the main thread.
+    """
 
     def __init__(self, replica: str, describer: StateDescriber, read: Callable[[StateView], str]) -> None:
         self.reads_first = False  # whether this process reads its state before user code goes on

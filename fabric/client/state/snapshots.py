@@ -114,11 +114,6 @@ def policy_of(settings: Settings) -> SnapshotPolicy:
     return OverheadBudget(settings.snapshot_share, every.seconds)
 
 
-# Digests a state while forward and backward run.
-#
-# The copy of a snapshot begun at the same boundary computes it; otherwise the state is read for it.
-
-
 # How long the trainer waits for a snapshot's slot, which a running server gives within milliseconds.
 SLOT_S = 0.5
 
@@ -201,7 +196,11 @@ class PendingSnapshot:
 
 
 class Digests:
-    """Computes one digest at a time, for the trainer's thread. ``settle`` checks a snapshot's copy."""
+    """Computes one digest at a time, for the trainer's thread, while forward and backward run.
+
+    The copy of a snapshot begun at the same boundary computes it; otherwise the state is read for it.
+    ``settle`` checks a snapshot's copy.
+    """
 
     def __init__(self, watch: WriteWatch, copier: Copier, settle: Callable[[PendingSnapshot], None]) -> None:
         self._watch = watch
@@ -268,10 +267,7 @@ class Digests:
             self._last = step, digest
 
 
-# The two slots in the checkpoint server's memory that hold this replica's snapshots.
-
-
-_SLOTS = 2
+_SLOTS = 2  # in the checkpoint server's memory, for this replica's snapshots
 _SMALL_BYTES = 64 << 20  # memory of up to this size is allocated within milliseconds
 _SLACK_BYTES = 64 << 10  # spare bytes, because numbers in a header get longer
 

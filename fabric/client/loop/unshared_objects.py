@@ -129,8 +129,7 @@ class UnsharedWatch:
 def _parts(values: Iterable[Any], depth: int = 2, is_state: bool = False) -> Iterator[Any]:
     """Yield these objects, and what they hold in attributes, lists and mappings, each once.
 
-    ``is_state``: also the modules within a module. What an optimizer holds is left out then, because it is
-    in no state.
+    ``is_state``: also the modules within a module, and nothing within an optimizer, which is in no state.
     """
     seen: dict[int, Any] = {}  # by id; values that a property makes must live until the end
     level = list(values)

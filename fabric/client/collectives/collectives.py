@@ -173,6 +173,7 @@ class Collectives:
         self._engine = engine
         self._links = links
         self.members = members
+        self.replica = members.replica
         self._pause = pause
         self._refused = refused
         self._lock = threading.Lock()
@@ -191,10 +192,6 @@ class Collectives:
         links.watch(self._note, self._answer)
 
     # --- for the user's code --------------------------------------------------------------------------
-
-    @property
-    def replica(self) -> str:
-        return self.members.replica
 
     def names_or_own(self) -> tuple[str, ...]:
         """Return the replicas that take part in a collective called now, or this one if it does not."""

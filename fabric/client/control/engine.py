@@ -400,10 +400,11 @@ class Engine:
         await self._end()
         parts.plane.close()
 
-    async def _begin(self, member: MemberCore) -> None:
+    async def _begin(self, member: MemberCore, core: Core[Any, Any] | None = None) -> None:
+        """``core``: the core that has ``member`` within, in a replica of several ranks."""
         self.member = member
         self._driver = Driver(
-            _Informed(self._make_core(member), self._parts.plane),
+            _Informed(core or member, self._parts.plane),
             self._perform,
             tick=io.Tick(),
             on_crash=self.crash,
@@ -421,9 +422,6 @@ class Engine:
             self._session.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._session
-
-    def _make_core(self, member: MemberCore) -> Core[Any, Any]:
-        return member
 
     def _feed(self, event: Any, number: int = 0) -> None:
         self._note_planes(event)

@@ -105,6 +105,7 @@ class Peers:
         lanes: LaneDirectory | None = None,
     ) -> None:
         self._me = ProcessKey(identity.replica, incarnation)
+        self.replica, self.incarnation = self._me  # the process that owns these links
         self._identity = identity
         self._token = token
         self._plane = plane
@@ -129,14 +130,6 @@ class Peers:
 
     def _accepted(self) -> Sequence[bytes]:
         return [token.encode() for token in self._token.accepted()] or [b""]
-
-    @property
-    def replica(self) -> str:
-        return self._me.replica
-
-    @property
-    def incarnation(self) -> int:
-        return self._me.incarnation
 
     @property
     def shares_memory(self) -> bool:

@@ -241,15 +241,12 @@ class HeadEngine(RankEngine):
         self._core: Ranks | None = None
         parts.peers.on_rank = self.links.accept
 
-    async def _begin(self, member: MemberCore) -> None:
+    async def _begin(self, member: MemberCore, core: Core[Any, Any] | None = None) -> None:
         await self.links.wait()
-        await super()._begin(member)
-        self.links.hear(self._feed)
-
-    def _make_core(self, member: MemberCore) -> Core[Any, Any]:
         self._core = Ranks(member, self.groups, unequal=self._parts.exchange.lanes is not None)
         self._core.stages = self.stages
-        return self._core
+        await super()._begin(member, self._core)
+        self.links.hear(self._feed)
 
     async def _end(self) -> None:
         await self.links.close()

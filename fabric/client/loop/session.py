@@ -312,7 +312,7 @@ class Session(LoopCalls):
             check_exchange_loop(inspect.currentframe(), self._state.describer.objects.values())
             self.start_exchanges({"loop": "exchange"})
         has_data, handed_over = self.take_drawn(), self._parts.own_states.handed_over
-        for _, parameter in self._state.gradients.parameters:
+        for _, parameter in self._state.gradients.parameters if weight != 1.0 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(weight)
         order = self.reach_boundary()
@@ -488,7 +488,11 @@ class Session(LoopCalls):
             self._parts.points.hit("replay", order.step)
             held = self._parts.fetch_thread.as_prepared()
             self._replay.begin()
-        self._journal_commit(order, held, replay=order.prepared is None)
+        if self._parts.journal.on:
+            times = {name: getattr(self._clock, name) for name in ("compute_s", "optimizer_s", "wait_s")}
+            times["exchange_s"] = self._parts.exchange.seconds
+            has_samples = self._data.until > 0 or self._sampler is not None
+            self._parts.journal.commit(order, held, self._plan.micro_batches if has_samples else 0, times)
         step.skipped = self.handover.give(order, held)
         self._data.present(order.step, [i for _, ids in held.contributions for i in ids])
         self._progress.state_step = order.step + 1
@@ -499,21 +503,6 @@ class Session(LoopCalls):
         has_loss = "loss" in step.metrics and held.weight > 0
         self._clock.loss = f"{step.metrics['loss'] / held.weight:.4g}" if has_loss else ""
         self._clock.lap()
-
-    def _journal_commit(self, order: io.Apply, held: io.PreparedRound, replay: bool) -> None:
-        if not self._parts.journal.on:
-            return
-        times = {name: getattr(self._clock, name) for name in ("compute_s", "optimizer_s", "wait_s")}
-        times["exchange_s"] = self._parts.exchange.seconds
-        has_samples = self._data.until > 0 or self._sampler is not None
-        self._parts.journal.commit(
-            held,
-            self._plan.micro_batches if has_samples else 0,
-            times,
-            generation=order.generation,
-            contributed=order.contributed,
-            replay=replay,
-        )
 
 
 class SoloSession(LoopCalls):

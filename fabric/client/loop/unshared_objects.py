@@ -17,7 +17,6 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, stores
 from fabric.client.loop.user_functions import (
+    RunningSource,
     UserFunction,
     attributes_of,
     callee,
@@ -224,8 +224,7 @@ class AverageWatch:
             return
         reader = _AverageSource(copies, self._is_trained)
         for frame, loops in loops_around(sys._getframe()):  # noqa: SLF001
-            values = {**frame.f_globals, **frame.f_locals}
-            reader.read(loops[0], values, {}, Path(frame.f_code.co_filename).name)
+            reader.read(RunningSource.of(frame, loops[0]), {})
         for function in _methods_of_owners([holder for _, _, holder in near if id(holder) in copies]):
             if function.name.startswith(_HOOKS):
                 arguments = [x.arg for x in function.node.args.args]
@@ -325,23 +324,22 @@ class _AverageSource:
         self.moves: dict[int, str] = {}
         self._copies = copies
         self._is_trained = is_trained
-        self._values: Mapping[str, Any] = {}
+        self._source = RunningSource(ast.Module([], []), {}, "")  # that is read now
         self._names: dict[str, _Marks] = {}  # the source's own names, with the marks of what they hold
         self._fresh: set[str] = set()  # those that hold a new tensor, and no part of a copy
-        self._file = ""
         self._seen: set[int] = set()
 
-    def read(self, node: ast.AST, values: Mapping[str, Any], given: Mapping[str, _Marks], file: str) -> None:
+    def read(self, source: RunningSource, given: Mapping[str, _Marks]) -> None:
         """Read a loop, or a function whose arguments have the marks ``given``."""
+        node, outer = source.node, (self._source, self._names, self._fresh)
         if id(node) in self._seen or len(self._seen) > _MOST_READ:
             return
         self._seen.add(id(node))
-        outer = self._values, self._names, self._fresh, self._file
         carried: dict[str, int] = {}
         if isinstance(node, LOOPS):
             carry([node], set(), carried)
         own = dict.fromkeys(set(stores(ast.iter_child_nodes(node))) - {*carried}, _NONE)
-        self._values, self._names, self._fresh, self._file = values, {**own, **given}, set(), file
+        self._source, self._names, self._fresh = source, {**own, **given}, set()
         nodes = list(ast.walk(node))
         for x in (*nodes, *nodes):  # a name may get what a later statement marks
             if isinstance(x, ast.Assign):
@@ -350,15 +348,15 @@ class _AverageSource:
                 self._give(x.target, x.iter)
         for x in nodes:
             self._write(x)
-            function = function_of(callee(values, dotted(x.func))) if isinstance(x, ast.Call) else None
+            function = function_of(callee(source.values, dotted(x.func))) if isinstance(x, ast.Call) else None
             if isinstance(x, ast.Call) and function is not None:
                 marks = {name: self._marks(y) for name, y in function.given_by(x).items()}
                 self.read_function(function, {**dict.fromkeys(function.arguments, _NONE), **marks})
-        self._values, self._names, self._fresh, self._file = outer
+        self._source, self._names, self._fresh = outer
 
     def read_function(self, function: UserFunction, given: Mapping[str, _Marks]) -> None:
         marks = {name: x for name, x in given.items() if name != function.me}
-        self.read(function.node, function.values, marks, function.file)
+        self.read(RunningSource(function.node, function.values, function.file), marks)
 
     def _marks(self, node: ast.AST) -> _Marks:
         """Return the marks of what an expression reads."""
@@ -370,7 +368,7 @@ class _AverageSource:
         if "grad" in path or root in self._names:
             return _NONE if "grad" in path else self._names[root]
         for end in range(len(path), -1, -1):
-            value = value_of(self._values, ".".join([root, *path[:end]]))
+            value = value_of(self._source.values, ".".join([root, *path[:end]]))
             if id(value) in self._copies:
                 return frozenset({id(value)})
             if isinstance(value, torch.nn.Module | torch.Tensor | list | tuple | dict):
@@ -424,7 +422,8 @@ class _AverageSource:
         into = self._marks(target) - {_MODEL} if is_part else _NONE
         self.keeps |= into if scales else into & read
         if _MODEL in read:
-            self.moves |= {copy: f"{self._file}:{line}" for copy in into if copy not in self.moves}
+            place = f"{self._source.file}:{line}"
+            self.moves |= {copy: place for copy in into if copy not in self.moves}
 
 
 def _methods_of_owners(copies: list[Any]) -> Iterator[UserFunction]:

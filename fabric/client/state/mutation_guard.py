@@ -134,7 +134,7 @@ class WriteWatch:
     def __init__(self, replica: str, describer: StateDescriber, read: Callable[[StateView], str]) -> None:
         self.reads_first = False  # whether this process reads its state before user code goes on
         self._replica = replica
-        self._describer = describer
+        self.describer = describer
         self._read = read
         self._whole = _COMPARED_WHOLE  # readings that are still checked as a whole
         self._parameters: list[tuple[str, torch.Tensor]] | None = None
@@ -142,12 +142,8 @@ class WriteWatch:
     def guard(self, view: StateView) -> MutationGuard:
         """Return a guard of ``view``, a view of the state as it is now."""
         if self._parameters is None:
-            self._parameters = list(_parameters(self._describer.objects))
+            self._parameters = list(_parameters(self.describer.objects))
         return MutationGuard(view, self._parameters)
-
-    def capture(self, step: int) -> StateView:
-        """Return a view of the state as it is now."""
-        return self._describer.capture(step)
 
     def digest(self, view: StateView) -> str:
         """Return the digest of the tensors as they are now, with the numbers of ``view``.
@@ -155,7 +151,7 @@ class WriteWatch:
         A callback may set a number, such as a scheduler's rate at the begin of an epoch, after the boundary
         at which the replicas took theirs.
         """
-        now = self._describer.capture(view.step)
+        now = self.describer.capture(view.step)
         if [(name, t.nbytes) for name, t in now.tensors] == [(name, t.nbytes) for name, t in view.tensors]:
             now = replace(now, header=view.header, nbytes=view.nbytes)
         return self._read(now)
@@ -166,7 +162,7 @@ class WriteWatch:
         ``expected``: the digest of the state, if it was read before user code went on. Raises StateError
         where the state has other values than before.
         """
-        if reason := guard.changed(lambda: self._describer.capture(guard.view.step)):
+        if reason := guard.changed(lambda: self.describer.capture(guard.view.step)):
             raise StateError(reason)
         name = guard.written()
         if name and expected and self.digest(guard.view) != expected:
@@ -204,7 +200,7 @@ class WriteWatch:
 
         After the first four copies equally spaced pieces of 16 MiB in all are compared.
         """
-        now = self._describer.capture(view.step)
+        now = self.describer.capture(view.step)
         if [(name, t.nbytes) for name, t in now.tensors] != [(name, t.nbytes) for name, t in view.tensors]:
             return "the tensors of the state"
         stride = 1 if self._whole > 0 else max(1, -(-view.nbytes // _COMPARED_BYTES))

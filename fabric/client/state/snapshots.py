@@ -219,7 +219,7 @@ class Digests:
         """
         self._last, self._taking, self.exposed = (step, ""), taking, False
         if taking is None:
-            view = self._watch.capture(step)
+            view = self._watch.describer.capture(step)
             reading, self._guard = self._copier.digest(view), self._watch.guard(view)
             self._reading = reading, self._guard
             if self._watch.reads_first:

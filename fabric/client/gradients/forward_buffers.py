@@ -271,12 +271,9 @@ class BufferWatch:
         """Remember the values before a forward."""
         self._marks.clear()
         if self._checked & (self._checked + 1) == 0:
-            self._remember()
-
-    @torch.no_grad()
-    def _remember(self) -> None:
-        self._marks = {name: _Mark.of(tensor) for name, tensor in self._watched()}
-        self._trainable = self._versions()
+            with torch.no_grad():
+                self._marks = {name: _Mark.of(tensor) for name, tensor in self._watched()}
+            self._trainable = self._versions()
 
     def check(self) -> None:
         """Raise ConfigError if a tensor has changed since ``begin``, except where the user loaded a state."""
@@ -284,16 +281,11 @@ class BufferWatch:
             return
         self._checked += 1
         marks, self._marks = self._marks, {}
-        if marks:
-            self._compare(marks)
-
-    @torch.no_grad()
-    def _compare(self, marks: dict[str, _Mark]) -> None:
-        changed = [
-            name
-            for name, tensor in self._watched()
-            if name in marks and marks[name].differs(_Mark.of(tensor))
-        ]
+        if not marks:
+            return
+        with torch.no_grad():
+            watched = ((name, tensor) for name, tensor in self._watched() if name in marks)
+            changed = [name for name, tensor in watched if marks[name].differs(_Mark.of(tensor))]
         if changed:
             first = changed[0]
             raise ConfigError(
@@ -487,21 +479,17 @@ class ForwardBuffers:
         if weight > 0:
             self.watch.check()
             self.attributes.check()
-        if self._carried or self.rank_means is not None:
-            self._contribute(weight, scale)
-
-    @torch.no_grad()
-    def _contribute(self, weight: float, scale: float) -> None:
-        for x in self._carried:
-            x.take_back()
-        self._places = self._addresses()
-        if weight == 0 and self.rank_means is None:
+        if not self._carried and self.rank_means is None:
             return
-        self._weight += weight
-        for x in self._carried:
-            x.contribute(self._weight, scale)
-        if self.rank_means is not None:
-            self.rank_means.take(self.stand_ins)
+        with torch.no_grad():
+            for x in self._carried:
+                x.take_back()
+            self._places = self._addresses()
+            self._weight += weight
+            for x in self._carried if weight or self.rank_means is not None else ():
+                x.contribute(self._weight, scale)
+            if self.rank_means is not None:
+                self.rank_means.take(self.stand_ins)
 
     def commit(self, total_weight: float) -> None:
         """Write the committed values, which the stand-ins hold, into the buffers."""

@@ -239,7 +239,10 @@ class _States:
         for x in ast.walk(source.node):
             target, value = _sets_state(x)
             if target is not None and value is not None:
-                states = [state for thing in _things(source, target) for state in self._of(thing)]
+                things = _things(source, target)
+                parts = [list(x.parameters() if isinstance(x, torch.nn.Module) else [x]) for x in things]
+                of_model = [own for own in parts if any(id(p) in self.parameters for p in own)]
+                states = [p.requires_grad for own in of_model for p in own]
                 given = source.value(value)
                 is_late = x in under or bool(names_read(value) & changing)
                 wants = not all(states) if names_read(value) & changing or given is None else bool(given)
@@ -248,11 +251,6 @@ class _States:
             elif isinstance(x, ast.Call) and depth < _DEPTH and dotted(x.func):
                 for inner, late in _entered(source, x, x in under, changing):
                     yield from ((x, wants, later) for _, wants, later in self._sets(inner, late, depth + 1))
-
-    def _of(self, thing: Any) -> list[bool]:
-        """Return whether the parameters of a module of the model, or a parameter, require gradients."""
-        parts = list(thing.parameters() if isinstance(thing, torch.nn.Module) else [thing])
-        return [x.requires_grad for x in parts] if any(id(x) in self.parameters for x in parts) else []
 
 
 def _entered(

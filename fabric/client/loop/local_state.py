@@ -17,7 +17,7 @@ from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.data.randomness import UpdateRandomness
 from fabric.client.gradients.bucket_stream import StaleGradients
 from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.state.mutation_guard import small_entries, tensor_entries
+from fabric.client.state.mutation_guard import MutationGuard, small_entries, tensor_entries
 from fabric.errors import IntegrityError, SessionOver
 from fabric.model import DataPlan, SnapshotRef
 from fabric.protocol.messages import member_events as io
@@ -160,8 +160,9 @@ class LocalState:
         if self._process.group is not None or self._content is not None:
             return numbers
         step = self._progress.state_step
-        view = self._parts.snapshots.digests.take_view(step) or self.describer.capture(step)
-        return (*numbers, *tensor_entries(self.describer.objects, view))
+        guard = self._parts.snapshots.digests.take_guard(step)
+        guard = guard or MutationGuard(self.describer.capture(step))
+        return (*numbers, *tensor_entries(self.describer.objects, guard))
 
     def hand_over(self) -> int:
         """Note that user code runs from now on, beside a copy or digest of the state; return its step."""

@@ -87,11 +87,6 @@ _MOST_SAMPLES = 32
 _MOST_CHARACTERS = 200
 
 
-def is_device_fault(error: BaseException) -> bool:
-    """Whether the error is a failure of the device, not of the program: then only this replica dies."""
-    return isinstance(error, torch.AcceleratorError)
-
-
 def describe(error: BaseException, at: tuple[int, int] | None, samples: Iterable[int]) -> str:
     """Return the exception in one line. ``at``: the step and micro-batch at which it was raised."""
     lines = str(error).strip().splitlines()
@@ -256,7 +251,7 @@ class Shutdown:
         """
         if not isinstance(error, Exception):
             return
-        if is_device_fault(error):
+        if isinstance(error, torch.AcceleratorError):  # the device has failed, not the program
             os._exit(DEVICE_FAILED)
         at = self._progress.at
         samples = self._progress.samples.get(at[1], []) if at is not None else []

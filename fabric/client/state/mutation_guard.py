@@ -39,12 +39,16 @@ class MutationGuard:
 
     def __init__(self, view: StateView, parameters: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
         self.view = view
-        draw = random.Random(view.step)  # noqa: S311 - not a secret
-        count = sample_count(len(view.tensors))
-        self._watched = []
+        draw = random.Random(view.step)  # noqa: S311 - not a secret, and equal on all members
+        count = max(1, min(_MOST_SAMPLES, _ALL_SAMPLES // max(1, len(view.tensors))))
+        drawn = [at + draw.random() for at in range(count)]
+        self.watched: list[tuple[str, torch.Tensor, int, Sequence[int], bytes]] = []
         for name, tensor in view.tensors:
-            places = _places(tensor.nbytes, count, draw)
-            self._watched.append((name, tensor, _version(tensor), places, samples(tensor, places)))
+            places: Sequence[int] = range(0, tensor.nbytes, SAMPLE_BYTES)
+            if len(places) > count:  # one sample in each of ``count`` equal parts of the tensor
+                part = (tensor.nbytes - SAMPLE_BYTES) / count
+                places = [int(at * part) for at in drawn]
+            self.watched.append((name, tensor, _version(tensor), places, samples(tensor, places)))
         self._lock = threading.Lock()
         self._final: str | None = None
         self._memory = [(name, parameter, parameter.data_ptr()) for name, parameter in parameters]
@@ -63,7 +67,7 @@ class MutationGuard:
             self._final = self._find_written()
 
     def _find_written(self) -> str:
-        counted = (name for name, tensor, version, _, _ in self._watched if _version(tensor) != version)
+        counted = (name for name, tensor, version, _, _ in self.watched if _version(tensor) != version)
         return next(counted, "") or next(self._moved(), "")
 
     def changed(self, capture: Callable[[], StateView]) -> str:
@@ -73,7 +77,7 @@ class MutationGuard:
         """
         moved = set(self._moved())
         now = dict(capture().tensors) if moved else {}
-        for name, tensor, version, places, before in self._watched:
+        for name, tensor, version, places, before in self.watched:
             live = now.get(name, tensor) if name in moved else tensor
             if live.nbytes == tensor.nbytes and samples(live, places) == before:
                 continue
@@ -88,19 +92,6 @@ class MutationGuard:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
-
-
-def sample_count(tensors: int) -> int:
-    """Return the number of samples of each tensor of a state with so many tensors."""
-    return max(1, min(_MOST_SAMPLES, _ALL_SAMPLES // max(1, tensors)))
-
-
-def _places(nbytes: int, count: int, draw: random.Random) -> list[int]:
-    """Return the places of the samples: one in each of ``count`` equal parts of the tensor."""
-    if nbytes <= SAMPLE_BYTES * count:
-        return list(range(0, nbytes, SAMPLE_BYTES))
-    part = (nbytes - SAMPLE_BYTES) / count
-    return [int((at + draw.random()) * part) for at in range(count)]
 
 
 def samples(tensor: torch.Tensor, places: Sequence[int]) -> bytes:
@@ -227,8 +218,6 @@ def _parameters(objects: Mapping[str, object]) -> Iterator[tuple[str, torch.Tens
 
 
 # Entries of a shared state, by path: small ones, and samples of tensors. They show where states differ.
-
-
 _DEPTH = 4
 # Of the groups of tensors, as many are of the model.
 _MODEL_GROUPS = 48
@@ -266,28 +255,22 @@ def _walk(path: str, value: object, depth: int) -> Iterator[tuple[str, str]]:
             yield from _walk(f"{path}/{number}", part, depth + 1)
 
 
-def tensor_entries(objects: Mapping[str, object], view: StateView) -> Entries:
-    """Return a hash of samples of each tensor on the host; of a large state for each few neighbours."""
-    count = sample_count(len(view.tensors))
-    parameters = {
-        f"{name}/{own}"
-        for name, value in objects.items()
-        for own, _ in (value.named_parameters() if hasattr(value, "named_parameters") else ())
-    }
+def tensor_entries(objects: Mapping[str, object], guard: MutationGuard) -> Entries:
+    """Return a hash of the guard's samples of each tensor; of a large state for each few neighbours.
+
+    There are none for a state on a device, of which the guard takes no samples.
+    """
+    if any(tensor.device.type != "cpu" for _, tensor, _, _, _ in guard.watched):
+        return ()
+    parameters = {name for name, _ in _parameters(objects)}
     of_model: list[tuple[str, str, bytes]] = []
     others: list[tuple[str, str, bytes]] = []
-    for name, tensor in sorted(view.tensors, key=lambda pair: pair[0]):
-        if tensor.device.type != "cpu":
-            return ()
+    for name, _, _, _, sampled in sorted(guard.watched, key=lambda x: x[0]):
         root = name.partition("/")[0]
         if root == "model":
-            kind = "parameter" if name in parameters else "buffer"
+            of_model.append(("parameter" if name in parameters else "buffer", name, sampled))
         else:
-            kind = "optimizer" if root.startswith("optimizer") else "object"
-        step = tensor.nbytes / count
-        last = max(0, tensor.nbytes - SAMPLE_BYTES)  # a sample that begins here ends with the tensor
-        places = sorted({min(int((at + 0.5) * step), last) for at in range(count)})
-        (of_model if root == "model" else others).append((kind, name, samples(tensor, places)))
+            others.append(("optimizer" if root.startswith("optimizer") else "object", name, sampled))
     return (*_grouped(of_model, _MODEL_GROUPS), *_grouped(others, MAX_TENSORS - _MODEL_GROUPS))
 
 

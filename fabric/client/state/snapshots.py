@@ -210,7 +210,7 @@ class Digests:
         self._taking: PendingSnapshot | None = None
         self.exposed = False  # whether user code has run since the digest was begun
         self._last = -1, ""  # step and digest of the result computed last
-        self._guard: MutationGuard | None = None  # of the newest digest, until its view is taken
+        self._guard: MutationGuard | None = None  # of the newest digest, until it is taken
 
     def begin(self, step: int, taking: PendingSnapshot | None) -> None:
         """Begin a digest. The state at ``step`` must not change until ``finish`` or ``take`` returns.
@@ -228,10 +228,10 @@ class Digests:
         else:
             self._guard = taking.guard
 
-    def take_view(self, step: int) -> StateView | None:
-        """Return the view of the state whose digest was begun at ``step``, once; else None."""
+    def take_guard(self, step: int) -> MutationGuard | None:
+        """Return the guard of the state whose digest was begun at ``step``, once; else None."""
         guard, self._guard = self._guard, None
-        return guard.view if guard is not None and guard.view.step == step else None
+        return guard if guard is not None and guard.view.step == step else None
 
     def take(self, step: int) -> str:
         """Return the digest that ``begin`` began; the calling thread helps to compute it.

@@ -64,10 +64,8 @@ class _RingLink:
     previous: ProcessKey
     next_address: str
     next_rank: int = -1  # -1: the rank of this process
-    next_socket: socket.socket | None = None
-    previous_socket: socket.socket | None = None
-    further_next: list[socket.socket] = field(default_factory=list)
-    further_previous: list[socket.socket] = field(default_factory=list)
+    next_sockets: list[socket.socket] = field(default_factory=list)
+    previous_sockets: list[socket.socket] = field(default_factory=list)
 
 
 class _RingConnection(NamedTuple):
@@ -170,8 +168,8 @@ class Peers:
         """Return the transport of this member's two ring links in ``epoch``: shm or tcp."""
         linking = self._epochs.get(epoch)
         for ring in linking.rings[:1] if linking is not None else ():
-            links = {"next": ring.next_socket, "previous": ring.previous_socket}
-            local = {side: x.family == socket.AF_UNIX for side, x in links.items() if x is not None}
+            links = {"next": ring.next_sockets, "previous": ring.previous_sockets}
+            local = {side: x[0].family == socket.AF_UNIX for side, x in links.items() if x}
             return {side: "shm" if is_local else "tcp" for side, is_local in local.items()}
         return {}
 
@@ -199,10 +197,8 @@ class Peers:
             if linking.task is not None:
                 linking.task.cancel()
             if not linking.done:
-                for ring in linking.rings:
-                    for sock in (ring.next_socket, *ring.further_next):
-                        if sock is not None:
-                            sock.close()
+                for sock in (sock for ring in linking.rings for sock in ring.next_sockets):
+                    sock.close()
         for key in [k for k in self._ring_arrivals if k.epoch < record.epoch]:
             self._ring_arrivals.pop(key).sock.close()
         self._plane.retire(record.epoch)
@@ -255,7 +251,7 @@ class Peers:
         ring = Ring(record.epoch, position, record.names)
         for link in linking.rings:
             keys = self._arrived(_RingArrival(record.epoch, link.previous, link.lane))
-            link.previous_socket, *link.further_previous = (self._ring_arrivals.pop(x).sock for x in keys)
+            link.previous_sockets = [self._ring_arrivals.pop(x).sock for x in keys]
             self._install_ring(link, ring)
         if len(record.roster) == 1:
             numbers = [x.lane for x in self._lanes.enter(record).rings] if self._lanes is not None else [0]
@@ -263,7 +259,8 @@ class Peers:
                 self._install_ring(_RingLink(lane, record.roster[0], self._me, ""), ring)
 
     def _install_ring(self, link: _RingLink, ring: Ring) -> None:
-        sockets = link.next_socket, link.previous_socket, link.further_next, link.further_previous
+        first = next(iter(link.next_sockets), None), next(iter(link.previous_sockets), None)
+        sockets = *first, link.next_sockets[1:], link.previous_sockets[1:]
         if isinstance(self._plane, LanePlane):
             self._plane.install_lane(link.lane, ring, *sockets)
         else:
@@ -307,7 +304,7 @@ class Peers:
             arrival = _RingArrival(record.epoch, ring.previous, ring.lane)
             if not self._arrived(arrival) and ring.previous.replica not in missing:
                 missing.append(ring.previous.replica)
-            if ring.next_socket is None and ring.next_member.replica not in missing:
+            if not ring.next_sockets and ring.next_member.replica not in missing:
                 missing.append(ring.next_member.replica)
         return missing
 
@@ -354,16 +351,14 @@ class Peers:
         greeting = self._greeting(record.store_id, member, "data", record.epoch)
         count = self._plane.connections
         greeting = replace(greeting, lane=ring.lane, to_rank=ring.next_rank, connections=count)
+        dialled = ring.next_sockets
         with self._noted(linking, member):
-            if ring.next_socket is None:
-                ring.next_socket = await self._dial(ring.next_address, greeting, lambda: False)
-            if ring.next_socket is None or ring.next_socket.family == socket.AF_UNIX:
-                return
-            for number in range(len(ring.further_next) + 1, count):
-                greeting = replace(greeting, connection=number)
+            # A unix socket is alone.
+            while len(dialled) < count and not (dialled and dialled[0].family == socket.AF_UNIX):
+                greeting = replace(greeting, connection=len(dialled))
                 sock = await self._dial(ring.next_address, greeting, lambda: False)
                 assert sock is not None
-                ring.further_next.append(sock)
+                dialled.append(sock)
 
     async def _dial(
         self, address: str, greeting: Greeting, is_up: Callable[[], bool]

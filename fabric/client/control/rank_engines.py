@@ -124,50 +124,6 @@ class RankLinks:
             task.cancel()
 
 
-class FollowerLink:
-    """The side of a rank other than 0: its link to rank 0, or to its host's voice."""
-
-    def __init__(self) -> None:
-        self.voice: HostVoice | None = None  # where this rank speaks for others
-        self.link: Link | None = None  # set by ``dial``
-        self._task: asyncio.Task[None] | None = None
-
-    async def dial(self, address: str, greeting: Greeting, token: bytes) -> None:
-        """Link to the other rank. After a minute of failed tries, raises the error of the last try."""
-        deadline = asyncio.get_running_loop().time() + _START_S
-        while True:
-            try:
-                sock = await dial(address, greeting, token, _DIAL_S)
-                break
-            except FabricError:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise
-                await asyncio.sleep(_RETRY_S)
-        self.link = Link(sock, f"rank {greeting.to_rank}")
-
-    def hear(self, on_order: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """Begin to pass orders to ``on_order``; ``on_lost`` gets the reason when the link ends."""
-        assert self.link is not None
-        self._task = asyncio.get_running_loop().create_task(self.link.run(on_order, on_lost))
-
-    def send(self, rank: int, outcome: RankOutcome) -> None:
-        """Queue an outcome of this rank, or of a rank for which it speaks."""
-        if self.link is None:
-            return
-        if self.voice is None:
-            self.link.send(encode_outcome(outcome))
-        elif sums := self.voice.take(rank, outcome):
-            self.link.send(*map(encode_outcomes, sums))
-
-    async def close(self) -> None:
-        if self.link is not None:
-            await self.link.close(linger_s=1.0)
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-
 _OUTCOMES = get_args(RankEvent)
 # For this long an error in the main thread waits for news of another rank's loss, which would explain it.
 _EXPLAINED_S = 2.0
@@ -287,14 +243,16 @@ class FollowerEngine(RankEngine):
     def __init__(self, parts: EngineParts, group: RankGroup, incarnation: int) -> None:
         super().__init__(parts, group)
         self._follower = FollowerRank(group.rank)
-        self._link = FollowerLink()
+        self._link: Link | None = None  # to rank 0, or to this host's voice
+        self._hearing: asyncio.Task[None] | None = None  # takes orders from that link
+        self._voice: HostVoice | None = None  # where this rank speaks for others
         self._links = RankLinks(group.rank, incarnation)
         parts.peers.on_rank = self._links.accept
         self._step = 0
 
     @property
     def is_running(self) -> bool:
-        return self._link.link is not None
+        return self._link is not None
 
     @property
     def generation(self) -> int:
@@ -323,26 +281,49 @@ class FollowerEngine(RankEngine):
     async def _join(self, address: str, greeting: Greeting, token: bytes, ranks: tuple[int, ...]) -> None:
         self._links.voices = tuple((rank,) for rank in ranks[1:])
         await self._links.wait()
-        self._link.voice = HostVoice(ranks, self._group.size) if len(ranks) > 1 else None
+        self._voice = HostVoice(ranks, self._group.size) if len(ranks) > 1 else None
         self._follower.speaker = greeting.to_rank
-        await self._link.dial(address, greeting, token)
-        self._link.hear(self._on_order, self._on_lost)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _START_S
+        while self._link is None:
+            try:
+                sock = await dial(address, greeting, token, _DIAL_S)
+                self._link = Link(sock, f"rank {greeting.to_rank}")
+            except FabricError:
+                if loop.time() > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+        self._hearing = loop.create_task(self._link.run(self._on_order, self._on_lost))
         self._links.hear(self._on_said)
 
     async def _end(self) -> None:
         self._follower.over = True
-        await asyncio.gather(self._links.close(), self._link.close())
+        own = [self._link.close(linger_s=1.0)] if self._link is not None else []
+        await asyncio.gather(self._links.close(), *own)
+        if self._hearing is not None:
+            self._hearing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._hearing
         await super()._end()
 
     def _feed(self, event: Any, number: int = 0) -> None:
         self._note_planes(event)
         self._follower.tell(event)
-        self._link.send(self._group.rank, RankOutcome(event, number))
+        self._send(self._group.rank, RankOutcome(event, number))
 
     def _on_said(self, message: FromRank | FromHost) -> None:
         """Take what a rank of this host says, or the end of its link."""
         if isinstance(message, FromRank) and not self._follower.over:
-            self._link.send(message.rank, message.outcome)
+            self._send(message.rank, message.outcome)
+
+    def _send(self, rank: int, outcome: RankOutcome) -> None:
+        """Queue an outcome of this rank, or of a rank for which it speaks."""
+        if self._link is None:
+            return
+        if self._voice is None:
+            self._link.send(encode_outcome(outcome))
+        elif sums := self._voice.take(rank, outcome):
+            self._link.send(*map(encode_outcomes, sums))
 
     def _on_order(self, data: bytes) -> None:
         if self._links.voices:

@@ -39,14 +39,20 @@ class IterableStream:
     position.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, global_batch_size: int = 1) -> None:
+        self._dataset, self._global_batch_size = dataset, global_batch_size
         self._from = getattr(dataset, "iterate_from", None)
         self._iterator: Iterator[Any] | None = None
         self._number = 0  # of the iteration
         self._next = 0  # the position that the iterator gives next
         self._kept: dict[int, Any] = {}
         self._lock = threading.Lock()
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """Return the samples of a micro-batch."""
+        # Keep the samples of the previous step: this member may still inherit a part of that step.
+        step = positions[0] // self._global_batch_size
+        return self.read(max(0, step - 1) * self._global_batch_size, list(positions))
 
     def read(self, first: int, positions: list[int]) -> list[Any]:
         """Return the samples at ``positions``, and forget those before ``first``; safe from any thread."""
@@ -95,10 +101,10 @@ Collate = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(slots=True)
-class IndexFetcher:
-    """Reads micro-batches of a data set with an index. ``items``: their indices, or positions of a stream.
+class Fetcher:
+    """Reads micro-batches of a data set with an index, or of a stream, whose indices are positions.
 
-    A data set with ``set_epoch`` is told the number of each pass. ``StreamFetcher`` has the same methods.
+    A data set with ``set_epoch`` is told the number of each pass.
     """
 
     dataset: Any
@@ -108,7 +114,7 @@ class IndexFetcher:
     pass_of: Callable[[int, int], int] | None = None  # if the data set has ``set_epoch``
     _pass: int = -1  # that the data set was told last
 
-    def read(self, step: int, items: Sequence[Any]) -> Any:
+    def read(self, items: Sequence[Any]) -> Any:
         """Return the collated micro-batch of these items."""
         indices = items[0] if self.batched else items
         together = getattr(self.dataset, "__getitems__", None)
@@ -124,32 +130,9 @@ class IndexFetcher:
             seed_everything(self.seed, number, -1)  # the same draws on replicas that begin it elsewhere
             self.dataset.set_epoch(number)
         seed_everything(self.seed, step, micro_batch)
-        return self.read(step, items)
+        return self.read(items)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamFetcher:
-    """Reads a stream by position."""
-
-    stream: IterableStream
-    collate: Collate
-    seed: int
-    global_batch_size: int
-
-    def read(self, step: int, items: Sequence[Any]) -> Any:
-        # Keep the samples of the previous step: this member may still inherit a part of that step.
-        first = max(0, step - 1) * self.global_batch_size
-        return self.collate(self.stream.read(first, list(items)))
-
-    def count(self, items: Sequence[Any]) -> int:
-        return len(items)
-
-    def seeded(self, step: int, micro_batch: int, items: Sequence[Any]) -> Any:
-        seed_everything(self.seed, step, micro_batch)
-        return self.read(step, items)
-
-
-Fetcher = IndexFetcher | StreamFetcher
 Key = tuple[int, int]  # step and micro-batch
 
 
@@ -208,7 +191,7 @@ class _Failed:
 class _Reading(Dataset[Any]):
     """In a worker: answers a request with the micro-batch."""
 
-    def __init__(self, fetcher: IndexFetcher) -> None:
+    def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
 
     def __getitem__(self, request: Any) -> Any:
@@ -253,7 +236,7 @@ class WorkerProcesses:
 
     def __init__(
         self,
-        fetcher: IndexFetcher,
+        fetcher: Fetcher,
         items: Callable[[int, int], Sequence[Any]],
         count: int,
         options: "LoaderOptions",
@@ -354,7 +337,7 @@ class ReadingThreads:
         for micro_batch in micro_batches:
             if (step, micro_batch) not in self._ahead:
                 items = self._items(step, micro_batch)
-                self._ahead[step, micro_batch] = self._pool.submit(self._fetcher.read, step, items)
+                self._ahead[step, micro_batch] = self._pool.submit(self._fetcher.read, items)
 
     def read_ahead(self, step: int, micro_batches: Iterable[int]) -> None:
         """Begin to read these micro-batches, and discard all others that were read ahead."""
@@ -573,7 +556,7 @@ class Loader:
     def begin_step(self, step: int) -> None:
         """Check at each pass that the data set has the size of the plan. Raises ConfigError."""
         plan = self.plan
-        if plan.is_stream or plan.order is not None or not isinstance(self.fetcher, IndexFetcher):
+        if plan.is_stream or plan.order is not None:
             return
         number = step * plan.global_batch_size // plan.dataset_size
         if number != self._pass:
@@ -670,7 +653,7 @@ def is_stream(dataset: Any) -> bool:
 
 def _fetcher(dataset: Any, plan: SamplePlan, collate_fn: Collate, options: LoaderOptions) -> Fetcher:
     if plan.is_stream:
-        return StreamFetcher(IterableStream(dataset), collate_fn, plan.seed, plan.global_batch_size)
+        return Fetcher(IterableStream(dataset, plan.global_batch_size), collate_fn, plan.seed)
     batched = options.batch_sampler is not None
     if batched and plan.micro_batch_size != 1:
         raise ConfigError(
@@ -680,21 +663,21 @@ def _fetcher(dataset: Any, plan: SamplePlan, collate_fn: Collate, options: Loade
     has_epochs = hasattr(dataset, "set_epoch") and not plan.shards
     # Without the sampler the plan can go to a process that does not inherit it.
     pass_of = replace(plan, order=None).pass_of if has_epochs else None
-    return IndexFetcher(dataset, collate_fn, plan.seed, batched, pass_of)
+    return Fetcher(dataset, collate_fn, plan.seed, batched, pass_of)
 
 
 def _workers(loader: Loader, count: int, options: LoaderOptions, replica: str) -> Workers | None:
     if not count:
         return None
     fetcher = loader.fetcher
-    if not isinstance(fetcher, IndexFetcher) or options.workers == "threads":
+    if loader.plan.is_stream or options.workers == "threads":
         if options.worker_init_fn is not None:
             kind = "an iterable data set" if loader.plan.is_stream else 'workers="threads"'
             raise ConfigError(
                 f"worker_init_fn goes with worker processes, and {kind} is read in the trainer's own "
                 "process: leave it out"
             )
-        if isinstance(fetcher, IndexFetcher) and fetcher.pass_of is not None:
+        if fetcher.pass_of is not None:
             raise ConfigError(
                 "the data set has set_epoch, and threads that share it may be in two passes at once: give "
                 'workers="processes"'

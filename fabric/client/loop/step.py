@@ -249,7 +249,7 @@ class StepData:
                 f"{self.begin} on: give the step at which this loader's data began"
             )
         if key not in self._loaders:
-            refuse_memory(loader.fetcher.collate, getattr(loader.fetcher, "dataset", None))
+            refuse_memory(loader.fetcher.collate, None if loader.plan.is_stream else loader.fetcher.dataset)
         self._loaders[key] = self.loader = loader
         if loader.scale_lr and self._presence is None:
             self._presence = PresenceFactor(self._optimizers)

@@ -129,29 +129,17 @@ class StepSampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self._begin()
-        if self.part.alone:
-            yield from self._pass_alone()
-            return
-        number = self._committed_step() // self.steps_per_pass
-        while True:
-            step = self._committed_step() + len(self._drawn)
-            if step // self.steps_per_pass != number:
-                return
-            self._drawn.append(step)
-            yield from self._counted(step)
-
-    def _pass_alone(self) -> Iterator[int]:
-        step = self._committed_step() if self._whole_steps else self._begun
+        alone = self.part.alone
+        step = self._begun if alone and not self._whole_steps else self._committed_step()
         number = step // self.steps_per_pass
         while step // self.steps_per_pass == number:
             self._begun = step + 1
-            yield from self._counted(step)
-            step += 1
-
-    def _counted(self, step: int) -> Iterator[int]:
-        for index in self.indices(step):
-            self._yielded += 1
-            yield index
+            if not alone:
+                self._drawn.append(step)
+            for index in self.indices(step):
+                self._yielded += 1
+                yield index
+            step = step + 1 if alone else self._committed_step() + len(self._drawn)
 
     def indices(self, step: int) -> list[int]:
         """Return the data set indices of this data slot's part of ``step``."""

@@ -55,7 +55,11 @@ class LinkDamage:
     """
 
     def __init__(self, lost: float) -> None:
-        self._program = _program(lost)
+        # The filter drops this share of the packets.
+        self._program = [(_RETURN, 0, 0, 0)]
+        if lost < 1.0:
+            keeps = [(_JUMP_AT_LEAST, 0, 1, int(lost * 2**32)), (_RETURN, 0, 0, _KEEP_ALL)]
+            self._program = [(_LOAD, 0, 0, _RANDOM), *keeps, *self._program]
         self._damaged: dict[socket.socket, int] = {}  # socket -> the packets that it had dropped before
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -102,18 +106,6 @@ class LinkDamage:
                 program = struct.pack("@HP", len(self._program), ctypes.addressof(code))
                 link.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
                 self._damaged[link] = before
-
-
-def _program(lost: float) -> list[tuple[int, int, int, int]]:
-    """Return the filter that drops this share of the packets."""
-    if lost >= 1.0:
-        return [(_RETURN, 0, 0, 0)]
-    return [
-        (_LOAD, 0, 0, _RANDOM),
-        (_JUMP_AT_LEAST, 0, 1, int(lost * 2**32)),
-        (_RETURN, 0, 0, _KEEP_ALL),
-        (_RETURN, 0, 0, 0),
-    ]
 
 
 def _drops(link: socket.socket) -> int:

@@ -210,7 +210,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._round_journal = RoundJournal(parts.journal, self._say)
         self._failed_rounds = FailedRounds(parts.settings.max_failed_rounds)
-        self._session: asyncio.Task[None] | None = None
+        self._session: asyncio.Task[None] | None = None  # with the lighthouse, or with the rank that speaks
         if parts.fetch_thread.pieces is not None:
             parts.fetch_thread.pieces.newest = lambda: self.newest
         self._number = 0  # number of the order being performed, in a replica of several ranks

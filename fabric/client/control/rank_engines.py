@@ -140,7 +140,6 @@ class RankEngine(Engine):
         super().__init__(parts)
         self._group = group
         self._stops: queue.SimpleQueue[io.Stop] = queue.SimpleQueue()
-        self._closing = False
 
     def await_explanation(self) -> None:
         """Wait for an explanation of an error that has reached the top of the main thread.
@@ -163,10 +162,6 @@ class RankEngine(Engine):
         """As Engine.may_be_asked. The ranks would learn of another replica at different times."""
         return True
 
-    def close(self) -> None:
-        self._closing = True
-        super().close()
-
     def _perform(self, effect: Any) -> None:
         if isinstance(effect, io.Stop):
             assert self._loop is not None
@@ -176,7 +171,7 @@ class RankEngine(Engine):
 
     def _end_when_stuck(self, stop: io.Stop) -> None:
         """End the process: the main thread is stuck in a collective with a rank that is gone."""
-        if not self._closing:
+        if self._stopping is not None and not self._stopping.is_set():
             self._end_now(stop)
 
     def _end_now(self, stop: io.Stop) -> None:
@@ -244,7 +239,6 @@ class FollowerEngine(RankEngine):
         super().__init__(parts, group)
         self._follower = FollowerRank(group.rank)
         self._link: Link | None = None  # to rank 0, or to this host's voice
-        self._hearing: asyncio.Task[None] | None = None  # takes orders from that link
         self._voice: HostVoice | None = None  # where this rank speaks for others
         self._links = RankLinks(group.rank, incarnation)
         parts.peers.on_rank = self._links.accept
@@ -293,17 +287,13 @@ class FollowerEngine(RankEngine):
                 if loop.time() > deadline:
                     raise
                 await asyncio.sleep(_RETRY_S)
-        self._hearing = loop.create_task(self._link.run(self._on_order, self._on_lost))
+        self._session = loop.create_task(self._link.run(self._on_order, self._on_lost))
         self._links.hear(self._on_said)
 
     async def _end(self) -> None:
         self._follower.over = True
         own = [self._link.close(linger_s=1.0)] if self._link is not None else []
         await asyncio.gather(self._links.close(), *own)
-        if self._hearing is not None:
-            self._hearing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._hearing
         await super()._end()
 
     def _feed(self, event: Any, number: int = 0) -> None:

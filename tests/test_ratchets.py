@@ -48,7 +48,7 @@ BUDGETS = {
     "audit": 1_500,
     "ckpt_server": 11_750,
     "cli": 5_150,
-    "client": 16_365,
+    "client": 15_870,
     "collectives": 1_350,
     "drill": 4_300,
     "ftar": 5_190,

@@ -168,19 +168,6 @@ def make_session(
     global has_begun
     config.check_main_guard()
     has_begun = True
-    session = _attach(model, optimizer, state, choices, arguments)
-    if choices.sampler is not None:
-        session.draw_from(choices.sampler)
-    return session
-
-
-def _attach(
-    model: torch.nn.Module,
-    optimizer: Optimizers,
-    state: dict[str, Any],
-    choices: Choices,
-    arguments: Mapping[str, Any],
-) -> "Session | SoloSession":
     chosen = config.settings(**arguments)
     if choices.sampler is not None:
         choices.sampler.check(chosen)
@@ -193,44 +180,22 @@ def _attach(
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
-    trained = [p for _, p in parameters]
     unshared = UnsharedWatch(optimizers.values(), state, choices.unshared == "ignore")
     unshared.check()
+    session: Session | SoloSession
     if chosen.disable:
-        return SoloSession(trained, objects, chosen, group, choices.step)
-    refuse_second_training(chosen)
-    check_serialisable(objects)
-    averaged = ForwardBuffers(model, buffers)
-    process = claim_identity(chosen, group)
-    chosen = chosen.of_rank(process.rank)
-    _set_up_logs(chosen, process)
-    own_states = ReplicaStates.of(chosen, choices.local_state or {}, device_of(tuple(parameters)))
-    objects |= own_states.shared | averaged.shared
-    lanes = _lanes(chosen, process, parameters, averaged)
-    carried = [*averaged.stand_ins, *own_states.stand_ins]
-    exact = _exact(chosen, process, parameters, carried) if lanes is None else frozenset()
-    entries = _ModuleEntries.gather(process, objects) if lanes is not None else None
-    # Open the journal before the checkpoint server starts: a wrong path then leaves no server behind.
-    journal = Journal(chosen.journal, chosen.replica, process.incarnation)
-    trainer = _Trainer(
-        settings=chosen,
-        process=process,
-        handle=_server(chosen, process),
-        gradients=_gradients(parameters, carried, averaged, lanes, choices.fragments, exact),
-        lanes=lanes,
-        entries=entries,
-        content=_content(lanes, parameters, entries, objects),
-        buffers=averaged,
-        own_states=own_states,
-        describer=StateDescriber(objects, averaged.standing, by_name=chosen.unequal),
-        policy=choices.snapshots or policy_of(chosen),
-        journal=journal,
-        failpoints=_failpoints(chosen, process),
-    )
-    watch = ModelWatch(model, parameters, unshared, outside, {x: objects[x] for x in state})
-    if choices.refuses_others:
-        watch.watch_others(objects.values(), optimizers.values(), [state, choices.local_state])
-    return Session(trainer.make_parts(), watch, choices.step)
+        session = SoloSession([p for _, p in parameters], objects, chosen, group, choices.step)
+    else:
+        refuse_second_training(chosen)
+        check_serialisable(objects)
+        trainer = _Trainer(chosen, group, parameters, objects, ForwardBuffers(model, buffers), choices)
+        watch = ModelWatch(model, parameters, unshared, outside, {x: objects[x] for x in state})
+        if choices.refuses_others:
+            watch.watch_others(objects.values(), optimizers.values(), [state, choices.local_state])
+        session = Session(trainer.make_parts(), watch, choices.step)
+    if choices.sampler is not None:
+        session.draw_from(choices.sampler)
+    return session
 
 
 def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:
@@ -241,18 +206,6 @@ def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:
         if process.rank == 0:
             start_injector(settings)
     return points
-
-
-def _set_up_logs(settings: Settings, process: ProcessIdentity) -> None:
-    logs.set_up("trainer", settings.log, whole_process=False)
-    logs.describe(
-        job=settings.job,
-        replica=settings.replica,
-        incarnation=process.incarnation,
-        rank=process.rank or None,
-        epoch=None,
-        incident_id="",
-    )
 
 
 def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
@@ -349,25 +302,6 @@ def _copies(declared: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
     return [{"copies": [part for part in x["parts"] if holders[part] > 1]} for x in declared]
 
 
-def _gradients(
-    parameters: list[tuple[str, torch.nn.Parameter]],
-    carried: list[tuple[str, torch.nn.Parameter]],
-    averaged: ForwardBuffers,
-    lanes: LaneDirectory | None,
-    fragments: Mapping[str, int] | None,
-    exact: frozenset[str],
-) -> FlatGradients:
-    # Lanes carry all fragments in each step; a fragment that is not exchanged has no gradient and stays so.
-    taking_turns = fragments if lanes is None else None
-    late = frozenset(name for name, _ in carried)
-    gradients = FlatGradients([*parameters, *carried], fragments=taking_turns, exact=exact, late=late)
-    gradients.of_one = averaged.of_one
-    if lanes is not None:  # pipeline stages hold parts of the model, which members compare as a whole
-        gradients.layout = lanes.model_name
-        gradients.described = lanes.described if gradients.described else ()
-    return gradients
-
-
 @dataclass(frozen=True, slots=True)
 class _ModuleEntries:
     """For each module of the shared state the names of its entries, by rank of this replica."""
@@ -398,46 +332,62 @@ class _ModuleEntries:
         }
 
 
-def _content(
-    lanes: LaneDirectory | None,
-    parameters: list[tuple[str, torch.nn.Parameter]],
-    entries: _ModuleEntries | None,
-    objects: Mapping[str, Any],
-) -> ContentDigests | None:
-    if lanes is None or entries is None:
-        return None
-    first = first_copies(dict(parameters), lanes.layout, lanes.rank)
-    optimizers = frozenset(n for n, x in objects.items() if isinstance(x, torch.optim.Optimizer))
-    return ContentDigests(lanes.rank, first, entries.lowest(lanes.rank), optimizers)
-
-
-@dataclass(frozen=True, slots=True)
 class _Trainer:
-    """Makes the engine's parts from the arguments of ``attach``."""
+    """Makes the engine's parts. All ranks of the replica must make one."""
 
-    settings: Settings
-    process: ProcessIdentity
-    handle: ServerHandle
-    gradients: FlatGradients
-    buffers: ForwardBuffers
-    own_states: ReplicaStates
-    describer: StateDescriber
-    policy: SnapshotPolicy
-    journal: Journal
-    failpoints: Failpoints
-    lanes: LaneDirectory | None
-    entries: _ModuleEntries | None
-    content: ContentDigests | None
+    def __init__(
+        self,
+        settings: Settings,
+        group: RankGroup | None,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        objects: dict[str, Any],
+        buffers: ForwardBuffers,
+        choices: Choices,
+    ) -> None:
+        """``objects``: the shared state, which gets what the replica's own states and the buffers share."""
+        self.process = process = claim_identity(settings, group)
+        self.settings = settings = settings.of_rank(process.rank)
+        logs.set_up("trainer", settings.log, whole_process=False)
+        who = {"job": settings.job, "replica": settings.replica, "incarnation": process.incarnation}
+        logs.describe(**who, rank=process.rank or None, epoch=None, incident_id="")
+        self.buffers = buffers
+        self.own_states = ReplicaStates.of(settings, choices.local_state or {}, device_of(tuple(parameters)))
+        objects |= self.own_states.shared | buffers.shared
+        self.lanes = lanes = _lanes(settings, process, parameters, buffers)
+        carried = [*buffers.stand_ins, *self.own_states.stand_ins]
+        exact = _exact(settings, process, parameters, carried) if lanes is None else frozenset()
+        self.entries: dict[str, frozenset[str]] | None = None
+        self.content: ContentDigests | None = None
+        if lanes is not None:
+            entries = _ModuleEntries.gather(process, objects)
+            first = first_copies(dict(parameters), lanes.layout, lanes.rank)
+            optimizers = frozenset(n for n, x in objects.items() if isinstance(x, torch.optim.Optimizer))
+            self.entries = entries.everywhere
+            self.content = ContentDigests(lanes.rank, first, entries.lowest(lanes.rank), optimizers)
+        # Open the journal before the checkpoint server starts: a wrong path then leaves no server behind.
+        self.journal = Journal(settings.journal, settings.replica, process.incarnation)
+        self.handle = _server(settings, process)
+        # Lanes carry all fragments in each step; a fragment that is not exchanged has no gradient, and stays.
+        fragments, late = choices.fragments if lanes is None else None, frozenset(name for name, _ in carried)
+        self.gradients = FlatGradients([*parameters, *carried], fragments=fragments, exact=exact, late=late)
+        self.gradients.of_one = buffers.of_one
+        if lanes is not None:  # pipeline stages hold parts of the model, which members compare as a whole
+            self.gradients.layout = lanes.model_name
+            self.gradients.described = lanes.described if self.gradients.described else ()
+        self.describer = StateDescriber(objects, buffers.standing, by_name=settings.unequal)
+        self.policy = choices.snapshots or policy_of(settings)
+        self.failpoints = _failpoints(settings, process)
 
     def make_parts(self) -> EngineParts:
-        """Make the parts and connect them."""
-        settings, handle, gradients = self.settings, self.handle, self.gradients
+        settings, handle, gradients, points = self.settings, self.handle, self.gradients, self.failpoints
         crash_marker = CrashMarker(handle)
         crash = _crash(settings.replica, crash_marker)
         budget = Budget(settings.exchange_s, settings.user_code_s)
-        on_piece = partial(self.failpoints.hit, "ring")
-        plane, backend = choose_backend(settings, gradients, on_piece, self.lanes)
+        plane, backend = choose_backend(settings, gradients, partial(points.hit, "ring"), self.lanes)
         plane.set_bounds(budget.exchange_s, budget.entry_s)
+        identity = ListenerIdentity(settings.job, settings.replica, rank=self.process.rank)
+        token = TokenFile(settings.token_file)
+        peers = Peers(identity, self.process.incarnation, token, plane, budget.link_s, self.lanes)
         slots = GradientSlots(handle, gradients.nbytes, gradients.layout, plane)
 
         def recover() -> None:
@@ -450,6 +400,7 @@ class _Trainer:
         durable = DurableCheckpoints(settings, self.journal, self.process)
         snapshots = self._snapshots(recover, durable)
         loader = self._state_loader(snapshots, durable)
+        pieces = PieceFetcher(self.lanes) if self.lanes is not None else None
         return EngineParts(
             settings=settings,
             process=self.process,
@@ -457,33 +408,21 @@ class _Trainer:
             gradients=gradients,
             handle=handle,
             plane=plane,
-            peers=self._peers(plane, budget.link_s),
+            peers=peers,
             leader=LighthouseLink(settings, is_restarted()),
             slots=slots,
             exchange=self._exchange_thread(plane, slots, backend, crash),
-            fetch_thread=FetchThread(
-                loader,
-                gradients.nbytes,
-                self.failpoints,
-                crash,
-                PieceFetcher(self.lanes) if self.lanes is not None else None,
-                backend.digest_of,
-            ),
+            fetch_thread=FetchThread(loader, gradients.nbytes, points, crash, pieces, backend.digest_of),
             snapshot_worker=Worker("fabric-snapshots", crash),
             recover=recover,
             journal=self.journal,
-            points=self.failpoints,
+            points=points,
             snapshots=snapshots,
             crash_marker=crash_marker,
             buffers=self.buffers,
             own_states=self.own_states,
             durable=durable,
         )
-
-    def _peers(self, plane: DataPlane, link_s: float) -> Peers:
-        settings, process = self.settings, self.process
-        identity = ListenerIdentity(settings.job, settings.replica, rank=process.rank)
-        return Peers(identity, process.incarnation, TokenFile(settings.token_file), plane, link_s, self.lanes)
 
     def _exchange_thread(
         self,
@@ -529,11 +468,8 @@ class _Trainer:
         def make_fetcher(rank: int = own_rank) -> StateFetcher:
             return StateFetcher(tokens, rank=rank, ssl_context=tls)
 
-        entries = self.entries.everywhere if self.entries is not None else None
-        layout = Layout(self.describer.objects, entries)
-        return StateLoader(
-            snapshots, durable, layout, own_rank, self.process.size, make_fetcher, self.lanes is not None
-        )
+        layout, unequal = Layout(self.describer.objects, self.entries), self.lanes is not None
+        return StateLoader(snapshots, durable, layout, own_rank, self.process.size, make_fetcher, unequal)
 
 
 def _crash(replica: str, crash_marker: CrashMarker) -> Callable[[BaseException], None]:

@@ -354,12 +354,12 @@ def test_a_guard_touches_few_bytes_all_over_a_tensor():
     tensor = torch.zeros(1 << 20)
     view = StateView(b"", tuple((f"t{i}", tensor) for i in range(4)), 0, 1)
     guard = MutationGuard(view)
-    places = [place for _, _, _, places, _ in guard._watched for place in places]
+    places = [place for _, _, _, places, _ in guard.watched for place in places]
     assert len(places) == 4 * 16
-    for _, _, _, of_one, _ in guard._watched:
+    for _, _, _, of_one, _ in guard.watched:
         assert [place // (tensor.nbytes // 16) for place in of_one] == list(range(16)), "one in each part"
     many = StateView(b"", tuple((f"t{i}", tensor) for i in range(2000)), 0, 1)
-    assert sum(len(places) for _, _, _, places, _ in MutationGuard(many)._watched) == 2000
+    assert sum(len(places) for _, _, _, places, _ in MutationGuard(many).watched) == 2000
     small = torch.zeros(100)
     guard = MutationGuard(StateView(b"", (("small", small),), 0, 1))
     for at in range(100):
@@ -657,6 +657,6 @@ def test_a_digest_and_its_entries_view_the_state_once(taken, keeper, model, monk
         snapshots.start(ref(4), keeper.submit, lambda event: None)
     snapshots.begin_digest(4, copied=copied)
     snapshots.digests.take(4)
-    view = snapshots.digests.take_view(4)
-    assert captures == [4] and view.step == 4
-    assert snapshots.digests.take_view(4) is None, "it would keep tensors alive"
+    guard = snapshots.digests.take_guard(4)
+    assert captures == [4] and guard.view.step == 4
+    assert snapshots.digests.take_guard(4) is None, "it would keep tensors alive"

@@ -3,12 +3,11 @@
 from typing import Any
 
 from fabric.client.data.loader import (
-    IndexFetcher,
+    Fetcher,
     IterableStream,
     Loader,
     LoaderOptions,
     ReadingThreads,
-    StreamFetcher,
     WorkerProcesses,
 )
 from fabric.client.data.sample_plan import SamplePlan
@@ -18,10 +17,8 @@ def loader_of(
     dataset: Any, plan: SamplePlan, collate: Any = list, workers: int = 0, kind: str = "threads", **rest: Any
 ) -> Loader:
     """Return the loader of ``plan`` with ``workers`` workers of this kind; ``rest`` as for Loader."""
-    if plan.is_stream:
-        fetcher = StreamFetcher(IterableStream(dataset), collate, plan.seed, plan.global_batch_size)
-    else:
-        fetcher = IndexFetcher(dataset, collate, plan.seed)
+    source = IterableStream(dataset, plan.global_batch_size) if plan.is_stream else dataset
+    fetcher = Fetcher(source, collate, plan.seed)
     loader = Loader(fetcher, plan, **rest)
     if workers and kind == "threads":
         loader.workers = ReadingThreads(fetcher, loader.items, workers)

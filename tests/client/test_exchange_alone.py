@@ -103,7 +103,7 @@ def test_a_member_gives_its_own_values_only_in_the_epochs_in_which_it_is_the_fir
     exchange, gradients, slots = make_exchange(Plane())
     gradients.of_one = frozenset({"bias"})
     posted: list[io.Event] = []
-    exchange.give_values(2)
+    exchange.gives_in.append(2)
     for epoch, step in ((1, 4), (2, 5), (3, 6)):
         exchange.run_alone(io.StartExchange(Fence("", 1, epoch), step, 1.0), posted.append)
     exchange.close()
@@ -128,7 +128,7 @@ def test_a_sum_that_no_replica_asks_for_stays_in_the_gradients_with_the_same_bit
         plane = Plane()
         exchange, gradients, slots = make_exchange(plane)
         gradients.of_one, gradients.scale = frozenset({"bias"}), scale
-        exchange.give_values(1)
+        exchange.gives_in.append(1)
         random_gradients(gradients)
         exchange.run_alone(order(4), lambda event: None, wanted)
         exchange.close()

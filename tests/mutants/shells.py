@@ -257,8 +257,8 @@ SHELLS = (
     ),
     Mutant(
         "a result of the generation before is given",
-        Collectives._frame,
-        " or self._held[1].generation != job.group.record.generation",
+        Collectives._perform,
+        " and self._held[1].generation == job.group.record.generation",
         "",
         "client/test_replica_collectives.py::test_a_result_of_the_generation_before_is_not_kept_for_the_same_step",
     ),

@@ -134,16 +134,14 @@ def _unequal(names: Sequence[str], key: Key, calls: Mapping[int, str]) -> Refuse
     return Refuse(why + "every replica", key, may_retry=False)
 
 
-# One ring of a group: sums, and bytes that every member gets, in the ring's own arithmetic.
-#
-# Bytes travel as sums of integers to which all other members add zeros, so they arrive unchanged.
-
-
 _WORD_BYTES = 4
 
 
 class GroupRing:
-    """The links of one attempt. One thread exchanges; any thread aborts."""
+    """The links of one attempt. One thread exchanges; any thread aborts.
+
+    Bytes travel as sums of integers to which all other members add zeros, so they arrive unchanged.
+    """
 
     def __init__(self, group: CollectiveGroup, links: LinkedRing) -> None:
         self.group = group
@@ -189,7 +187,6 @@ class GroupRing:
         self._plane.abort(self.group.ring.epoch, why)
 
     def close(self) -> None:
-        """Close the links; idempotent."""
         self._plane.close()
 
 
@@ -204,12 +201,10 @@ class Payload:
     tensors: tuple[torch.Tensor, ...] = ()
 
     def copied(self) -> "Payload":
-        """Return a copy that no caller changes."""
         return Payload(self.names, tuple(x.clone() for x in self.tensors))
 
     @property
     def nbytes(self) -> int:
-        """The length of ``packed``."""
         return _HEAD_BYTES + len(json.dumps(self.names)) + sum(x.nbytes for x in self.tensors)
 
     def packed(self) -> bytes:
@@ -241,7 +236,6 @@ class Offer:
     source: torch.Tensor | None
 
     def alone(self, names: tuple[str, ...]) -> Payload:
-        """Return the result over this member alone."""
         if self.source is None:
             return Payload()
         if self.call.kind == "broadcast":
@@ -305,7 +299,6 @@ def size_of(call: Call) -> int:
 def from_bytes(data: bytes, call: Call) -> torch.Tensor:
     """Return the tensor with the type and shape of ``call``. Raises ConfigError for other sizes."""
     dtype = getattr(torch, call.dtype)
-    flat = (
-        torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
-    )
-    return flat.reshape(call.shape)
+    if not data:  # torch reads no empty buffer
+        return torch.empty(call.shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(call.shape)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -173,6 +173,7 @@ class Collectives:
         self._engine = engine
         self._links = links
         self.members = members
+        self.replica = members.replica
         self._pause = pause
         self._refused = refused
         self._lock = threading.Lock()
@@ -191,11 +192,6 @@ class Collectives:
         links.watch(self._note, self._answer)
 
     # --- for the user's code --------------------------------------------------------------------------
-
-    @property
-    def replica(self) -> str:
-        """This process's replica."""
-        return self.members.replica
 
     def names_or_own(self) -> tuple[str, ...]:
         """Return the replicas that take part in a collective called now, or this one if it does not."""
@@ -236,7 +232,6 @@ class Collectives:
         return job.future
 
     def close(self) -> None:
-        """End the thread and its links."""
         self._refused = "the session is closed"
         if self._ring is not None:
             self._ring.abort("this process closed its session")
@@ -323,7 +318,12 @@ class Collectives:
             if ring is None:
                 continue
             try:
-                frames = [CallFrame.unpack(x) for x in ring.gather(self._frame(job).pack())]
+                frame = CallFrame(job.key, str(job.call))
+                # A result of a generation before would be of other states.
+                if self._held is not None and self._held[1].generation == job.group.record.generation:
+                    key, _, call, payload = self._held
+                    frame = replace(frame, held=key, held_call=str(call), held_bytes=payload.nbytes)
+                frames = [CallFrame.unpack(x) for x in ring.gather(frame.pack())]
             except (RoundAborted, ProtocolError) as error:
                 self._break(job, str(error))
                 continue
@@ -336,13 +336,6 @@ class Collectives:
                 raise CollectiveFailed(verdict.why) if verdict.may_retry else Mismatch(verdict.why)
             if job.key is None:
                 return Payload()
-
-    def _frame(self, job: _Job) -> CallFrame:
-        # A result of a generation before would be of other states.
-        if self._held is None or self._held[1].generation != job.group.record.generation:
-            return CallFrame(job.key, str(job.call))
-        key, _, call, payload = self._held
-        return CallFrame(job.key, str(job.call), key, str(call), payload.nbytes)
 
     def _exchange(self, job: _Job, ring: GroupRing) -> Payload:
         self._points.hit("collective", job.phase.place[0])
@@ -425,8 +418,9 @@ class Collectives:
                 "members answer it"
             )
         if time.monotonic() >= job.deadline_s:
+            others = ", ".join(x for x in group.names if x != group.replica)
             raise CollectiveFailed(
-                f"{job} timed out: {_others(group)} did not call it in time{', ' if why else ''}{why}; "
+                f"{job} timed out: {others} did not call it in time{', ' if why else ''}{why}; "
                 "repeat the call, or give a longer timeout_s"
             )
 
@@ -439,7 +433,6 @@ class Collectives:
 def make_collectives(
     engine: Engine, parts: EngineParts, pause: Callable[[], AbstractContextManager[None]]
 ) -> Collectives:
-    """Return the collectives of this rank."""
     peers = parts.peers
     refused = ""
     if parts.exchange.lanes is not None:
@@ -451,10 +444,6 @@ def make_collectives(
     return Collectives(engine, CollectiveLinks(peers), members, pause, parts.points, refused)
 
 
-def _others(group: CollectiveGroup) -> str:
-    return ", ".join(x for x in group.names if x != group.replica)
-
-
 class SoloCollectives:
     """As Collectives, alone."""
 
@@ -462,7 +451,6 @@ class SoloCollectives:
         self.replica = replica
 
     def names_or_own(self) -> tuple[str, ...]:
-        """As Collectives.names_or_own."""
         return (self.replica,)
 
     def wait(self, kind: str, tensor: torch.Tensor | None, option: str, timeout_s: float) -> Payload:

@@ -57,15 +57,12 @@ class CollectiveWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """The future of the tensors."""
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether the collective has ended."""
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Whether the collective has ended with a result."""
         if not self._future.done():
             return False
         try:
@@ -75,7 +72,6 @@ class CollectiveWork(dist.Work):
         return True
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors with the result."""
         return self._future.wait()
 
 
@@ -86,7 +82,7 @@ class ReplicaGroup(dist.ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]
         self._collectives = collectives
         self._timeout_s = timeout_s
-        self._name = self._description = BACKEND
+        self._name = self._description = BACKEND  # torch sets others when it registers the group
         self._order: tuple[str, ...] = ()  # the members by rank, as a reconfiguration gave them
 
     # --- what torch asks --------------------------------------------------------------------------------
@@ -105,29 +101,18 @@ class ReplicaGroup(dist.ProcessGroup):
         return BACKEND
 
     # torch asks for these names when it registers the group, and for functional collectives.
-
-    def getSize(self) -> int:  # noqa: N802
-        """As ``size``."""
-        return self.size()
-
-    def getRank(self) -> int:  # noqa: N802
-        """As ``rank``."""
-        return self.rank()
+    getSize, getRank = size, rank  # noqa: N815
 
     def getGroupName(self) -> str:  # noqa: N802
-        """The name under which torch has registered the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Take torch's name of the group."""
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """The description that torch gave the group."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Take torch's description of the group."""
         self._description = description
 
     def _names(self) -> tuple[str, ...]:

@@ -47,11 +47,12 @@ from fabric.runtime.config import Settings
 from fabric.runtime.driver import Core, Driver
 from fabric.runtime.failpoints import Failpoints
 
-# Counts the rounds in a row that were aborted after this process had contributed.
-
 
 class FailedRounds:
-    """Only the control thread uses it. ``most``: the count that gives an error; 0 for none."""
+    """Counts the rounds in a row that were aborted after this process had contributed.
+
+    Only the control thread uses it. ``most``: the count that gives an error; 0 for none.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -78,14 +79,11 @@ class FailedRounds:
         )
 
 
-# The journal lines that the control thread writes: epochs, and the contributions of this replica.
-
-
 _NAMED = 8  # a sentence names this many members and counts the others
 
 
 class RoundJournal:
-    """One line per epoch and one per contribution, however often the core repeats them."""
+    """The control thread's lines: one per epoch and one per contribution, however often the core repeats."""
 
     def __init__(self, journal: Journal, tell: Callable[[str], None] = lambda _sentence: None) -> None:
         """``tell`` gets a sentence on each later epoch, for the terminal of this trainer."""
@@ -116,7 +114,8 @@ class RoundJournal:
         if record.fence == self._fence:
             return
         if self._fence is not None:
-            self._tell(_changed(record))
+            # Say in one line why the members changed, or made their links again, and which ones go on.
+            self._tell(f"epoch {record.epoch} with {first_of(record.names, _NAMED)}: {record.reason}")
         self._fence = record.fence
         logs.describe(epoch=record.epoch, incident_id=record.incident_id)
         self._journal.write(
@@ -129,11 +128,6 @@ class RoundJournal:
             reason=record.reason,
             incident_id=record.incident_id,
         )
-
-
-def _changed(record: Record) -> str:
-    """Say in one line why the members changed, or made their links again, and who goes on."""
-    return f"epoch {record.epoch} with {first_of(record.names, _NAMED)}: {record.reason}"
 
 
 # Effects that are orders to the trainer's main thread.
@@ -216,7 +210,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._round_journal = RoundJournal(parts.journal, self._say)
         self._failed_rounds = FailedRounds(parts.settings.max_failed_rounds)
-        self._session: asyncio.Task[None] | None = None
+        self._session: asyncio.Task[None] | None = None  # with the lighthouse, or with the rank that speaks
         if parts.fetch_thread.pieces is not None:
             parts.fetch_thread.pieces.newest = lambda: self.newest
         self._number = 0  # number of the order being performed, in a replica of several ranks
@@ -244,7 +238,6 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether ``begin`` was called."""
         return self.member is not None
 
     @property
@@ -269,7 +262,6 @@ class Engine:
 
     @property
     def step(self) -> int:
-        """The step of the state in memory."""
         return self.member.memory.state.step if self.member is not None else 0
 
     def describe(self) -> dict[str, object]:
@@ -294,17 +286,17 @@ class Engine:
                 "phase": member.session.phase,
                 "busy": member.session.busy,
                 "catching_up": member.catch_up.fetch.doing,
-                "round": None
-                if round_ is None
-                else {
+                "round": None,
+            }
+            if round_ is not None:
+                status["round"] = {
                     "epoch": round_.record.epoch,
                     "step": round_.step,
                     "share": list(round_.share),
                     "contributed": round_.contributed,
                     "exchanging": round_.exchanging,
                     "missing": list(round_.missing()),
-                },
-            }
+                }
         return status
 
     # --- from the main thread -----------------------------------------------------------------------
@@ -408,10 +400,11 @@ class Engine:
         await self._end()
         parts.plane.close()
 
-    async def _begin(self, member: MemberCore) -> None:
+    async def _begin(self, member: MemberCore, core: Core[Any, Any] | None = None) -> None:
+        """``core``: the core that has ``member`` within, in a replica of several ranks."""
         self.member = member
         self._driver = Driver(
-            _Informed(self._make_core(member), self._parts.plane),
+            _Informed(core or member, self._parts.plane),
             self._perform,
             tick=io.Tick(),
             on_crash=self.crash,
@@ -420,7 +413,6 @@ class Engine:
         self._session = asyncio.create_task(self._parts.leader.run(self._feed, self._refused))
 
     async def _end(self) -> None:
-        """Say goodbye to the lighthouse and the peers."""
         await self._parts.leader.drain(within_s=1.0)
         if self._driver is not None:
             # Close the core first, or it would blame the peers for the links that this process ends now.
@@ -430,9 +422,6 @@ class Engine:
             self._session.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._session
-
-    def _make_core(self, member: MemberCore) -> Core[Any, Any]:
-        return member
 
     def _feed(self, event: Any, number: int = 0) -> None:
         self._note_planes(event)
@@ -492,7 +481,7 @@ class Engine:
         if own is not None:  # None while backward still computes: the session passes the contribution later
             self._round_journal.note_contribution(own)
         if self.epoch == effect.fence.epoch and first_member(self.current) == self._parts.peers.replica:
-            self._parts.exchange.give_values(effect.fence.epoch)
+            self._parts.exchange.gives_in.append(effect.fence.epoch)
         if self.current is not None and len(self.current.roster) == 1 and not effect.streaming:
             self.orders.put(effect)
             return

@@ -65,7 +65,6 @@ class LighthouseLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a leader session is open."""
         return self._outbox is not None
 
     def send(self, message: MemberMessage) -> None:
@@ -158,7 +157,13 @@ class LighthouseLink:
         self._logged.clear()
         self._outbox = asyncio.Queue()
         self._problem = ""
-        sender = asyncio.get_running_loop().create_task(self._send_all(socket, self._outbox))
+
+        async def send_all(outbox: asyncio.Queue[bytes]) -> None:
+            while True:
+                data = await outbox.get()
+                await socket.send_str(data.decode())
+
+        sender = asyncio.get_running_loop().create_task(send_all(self._outbox))
         feed(io.LeaderConnected())
         try:
             async for message in socket:
@@ -176,13 +181,6 @@ class LighthouseLink:
             await socket.close()
             feed(io.LeaderLost())
         # The lighthouse ended the session without an error (fail-over, restart): try its address last.
-
-    async def _send_all(
-        self, socket: aiohttp.ClientWebSocketResponse, outbox: "asyncio.Queue[bytes]"
-    ) -> None:
-        while True:
-            data = await outbox.get()
-            await socket.send_str(data.decode())
 
     async def drain(self, within_s: float) -> None:
         """Wait until all sent messages have left, at most ``within_s``."""

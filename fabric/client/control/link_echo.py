@@ -13,9 +13,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 
 from fabric.errors import FabricError, ProtocolError
 from fabric.model import SpeedMeasurement
@@ -64,38 +64,37 @@ def measure_echo(number: int, sock: socket.socket) -> SpeedMeasurement:
     """
     echo = _Echo(sock, time.monotonic() + ECHO_S)
     round_trip_s = echo.least_round_trip_s()
-    return SpeedMeasurement(
-        number,
-        round_trip_s=round_trip_s,
-        bytes_per_s=echo.transfer(round_trip_s),
-        interface=_interface(sock),
-    )
-
-
-def _interface(sock: socket.socket) -> str:
-    """Name the interface over which ``sock`` sends, and a faster one of this host; empty: not known."""
-    used, faster = speeds_of(sock.getsockname()[:1], network_interfaces())
-    return f"{used} ({faster.name} at {faster.address} has {faster.mbit_s} Mbit/s)" if faster else used
+    bytes_per_s = echo.transfer(round_trip_s)
+    # Name the interface over which ``sock`` sends, and a faster one of this host; empty: not known.
+    interface, faster = speeds_of(sock.getsockname()[:1], network_interfaces())
+    if faster:
+        interface += f" ({faster.name} at {faster.address} has {faster.mbit_s} Mbit/s)"
+    return SpeedMeasurement(number, round_trip_s=round_trip_s, bytes_per_s=bytes_per_s, interface=interface)
 
 
 async def answer_echo(sock: socket.socket) -> None:
     """Tell the other end how many bytes have come, after each read, until its end or ANSWER_S."""
-    with sock, suppress(OSError):  # TimeoutError is an OSError
-        if len(_echoed) >= MOST_ECHOES:
-            return
-        _echoed.add(sock)
-        try:
-            await _echo(sock)
-        finally:
-            _echoed.discard(sock)
-
-
-async def _echo(sock: socket.socket) -> None:
-    loop, buffer, total = asyncio.get_running_loop(), bytearray(len(_PIECE)), 0
-    async with asyncio.timeout(ANSWER_S):
-        while count := await loop.sock_recv_into(sock, buffer):
+    async with _one_of(_echoed, MOST_ECHOES, sock, ANSWER_S) as may_begin:
+        loop, buffer, total = asyncio.get_running_loop(), bytearray(len(_PIECE)), 0
+        while may_begin and (count := await loop.sock_recv_into(sock, buffer)):
             total += count
             await loop.sock_sendall(sock, _COUNT.pack(total))
+
+
+@asynccontextmanager
+async def _one_of(
+    under_way: set[socket.socket], most: int, sock: socket.socket, within_s: float
+) -> AsyncIterator[bool]:
+    """Close ``sock`` at the end or after ``within_s``; yield whether fewer than ``most`` are under way."""
+    with sock, suppress(OSError):  # TimeoutError is an OSError
+        may_begin = len(under_way) < most
+        if may_begin:
+            under_way.add(sock)
+        try:
+            async with asyncio.timeout(within_s):
+                yield may_begin
+        finally:
+            under_way.discard(sock)
 
 
 async def carries_large_messages(sock: socket.socket) -> bool:
@@ -116,16 +115,9 @@ async def carries_large_messages(sock: socket.socket) -> bool:
 
 async def answer_probe(sock: socket.socket) -> None:
     """Read one large message and send one, within PROBE_S."""
-    with sock, suppress(OSError):  # TimeoutError is an OSError
-        if len(_probed) >= MOST_PROBES:
-            return
-        _probed.add(sock)
-        try:
-            async with asyncio.timeout(PROBE_S):
-                if await _read_large(sock):
-                    await asyncio.get_running_loop().sock_sendall(sock, _LARGE)
-        finally:
-            _probed.discard(sock)
+    async with _one_of(_probed, MOST_PROBES, sock, PROBE_S) as may_begin:
+        if may_begin and await _read_large(sock):
+            await asyncio.get_running_loop().sock_sendall(sock, _LARGE)
 
 
 async def _read_large(sock: socket.socket) -> bool:

@@ -64,10 +64,8 @@ class _RingLink:
     previous: ProcessKey
     next_address: str
     next_rank: int = -1  # -1: the rank of this process
-    next_socket: socket.socket | None = None
-    previous_socket: socket.socket | None = None
-    further_next: list[socket.socket] = field(default_factory=list)
-    further_previous: list[socket.socket] = field(default_factory=list)
+    next_sockets: list[socket.socket] = field(default_factory=list)
+    previous_sockets: list[socket.socket] = field(default_factory=list)
 
 
 class _RingConnection(NamedTuple):
@@ -105,6 +103,7 @@ class Peers:
         lanes: LaneDirectory | None = None,
     ) -> None:
         self._me = ProcessKey(identity.replica, incarnation)
+        self.replica, self.incarnation = self._me  # the process that owns these links
         self._identity = identity
         self._token = token
         self._plane = plane
@@ -129,16 +128,6 @@ class Peers:
 
     def _accepted(self) -> Sequence[bytes]:
         return [token.encode() for token in self._token.accepted()] or [b""]
-
-    @property
-    def replica(self) -> str:
-        """The replica that owns these links."""
-        return self._me.replica
-
-    @property
-    def incarnation(self) -> int:
-        """The process that owns these links."""
-        return self._me.incarnation
 
     @property
     def shares_memory(self) -> bool:
@@ -178,13 +167,11 @@ class Peers:
     def planes(self, epoch: int) -> dict[str, str]:
         """Return the transport of this member's two ring links in ``epoch``: shm or tcp."""
         linking = self._epochs.get(epoch)
-        ring = linking.rings[0] if linking is not None and linking.rings else None
-        links = {"next": ring.next_socket, "previous": ring.previous_socket} if ring is not None else {}
-        return {
-            side: "shm" if sock.family == socket.AF_UNIX else "tcp"
-            for side, sock in links.items()
-            if sock is not None
-        }
+        for ring in linking.rings[:1] if linking is not None else ():
+            links = {"next": ring.next_sockets, "previous": ring.previous_sockets}
+            local = {side: x[0].family == socket.AF_UNIX for side, x in links.items() if x}
+            return {side: "shm" if is_local else "tcp" for side, is_local in local.items()}
+        return {}
 
     # --- making an epoch's links ------------------------------------------------------------------
 
@@ -210,10 +197,8 @@ class Peers:
             if linking.task is not None:
                 linking.task.cancel()
             if not linking.done:
-                for ring in linking.rings:
-                    for sock in (ring.next_socket, *ring.further_next):
-                        if sock is not None:
-                            sock.close()
+                for sock in (sock for ring in linking.rings for sock in ring.next_sockets):
+                    sock.close()
         for key in [k for k in self._ring_arrivals if k.epoch < record.epoch]:
             self._ring_arrivals.pop(key).sock.close()
         self._plane.retire(record.epoch)
@@ -227,7 +212,10 @@ class Peers:
             self._feed(io.Linked(record.epoch))
             return
         loop = asyncio.get_running_loop()
-        dials = [loop.create_task(self._dial_control(linking, x)) for x in self._to_dial(record)]
+        # Only the rank 0 of a replica has control links.
+        after_me = [x for x in record.roster if x.replica > self._me.replica and not self._identity.rank]
+        to_dial = [x for x in after_me if (x.replica, x.incarnation) not in self._links]
+        dials = [loop.create_task(self._dial_control(linking, x)) for x in to_dial]
         dials += [loop.create_task(self._dial_next(linking, ring)) for ring in linking.rings]
         try:
             async with asyncio.timeout(self._link_s):
@@ -263,7 +251,7 @@ class Peers:
         ring = Ring(record.epoch, position, record.names)
         for link in linking.rings:
             keys = self._arrived(_RingArrival(record.epoch, link.previous, link.lane))
-            link.previous_socket, *link.further_previous = (self._ring_arrivals.pop(x).sock for x in keys)
+            link.previous_sockets = [self._ring_arrivals.pop(x).sock for x in keys]
             self._install_ring(link, ring)
         if len(record.roster) == 1:
             numbers = [x.lane for x in self._lanes.enter(record).rings] if self._lanes is not None else [0]
@@ -271,7 +259,8 @@ class Peers:
                 self._install_ring(_RingLink(lane, record.roster[0], self._me, ""), ring)
 
     def _install_ring(self, link: _RingLink, ring: Ring) -> None:
-        sockets = link.next_socket, link.previous_socket, link.further_next, link.further_previous
+        first = next(iter(link.next_sockets), None), next(iter(link.previous_sockets), None)
+        sockets = *first, link.next_sockets[1:], link.previous_sockets[1:]
         if isinstance(self._plane, LanePlane):
             self._plane.install_lane(link.lane, ring, *sockets)
         else:
@@ -305,13 +294,6 @@ class Peers:
             for x in self._lanes.enter(record).rings
         ]
 
-    def _to_dial(self, record: Record) -> list[Member]:
-        """Return the members to dial for control links. Only the rank 0 of a replica has control links."""
-        if self._identity.rank:
-            return []
-        others = [x for x in record.roster if x.replica > self._me.replica]
-        return [x for x in others if (x.replica, x.incarnation) not in self._links]
-
     def _missing(self, linking: _Linking) -> list[str]:
         record = linking.record
         others = [
@@ -322,7 +304,7 @@ class Peers:
             arrival = _RingArrival(record.epoch, ring.previous, ring.lane)
             if not self._arrived(arrival) and ring.previous.replica not in missing:
                 missing.append(ring.previous.replica)
-            if ring.next_socket is None and ring.next_member.replica not in missing:
+            if not ring.next_sockets and ring.next_member.replica not in missing:
                 missing.append(ring.next_member.replica)
         return missing
 
@@ -335,15 +317,16 @@ class Peers:
         task = self._dials.get(key)
         if task is None:
             task = self._dials[key] = asyncio.create_task(self._link_control(linking.record, member))
-            task.add_done_callback(lambda done: self._dialled(key, done))
+
+            def dialled(done: asyncio.Task[None]) -> None:
+                self._dials.pop(key, None)
+                if not done.cancelled():
+                    done.exception()  # else asyncio logs an exception for which no epoch waits
+
+            task.add_done_callback(dialled)
         # Shielded: when a newer epoch cancels this wait, the newer epoch may still need the link.
         with self._noted(linking, member):
             await asyncio.shield(task)
-
-    def _dialled(self, key: ProcessKey, task: "asyncio.Task[None]") -> None:
-        self._dials.pop(key, None)
-        if not task.cancelled():
-            task.exception()  # else asyncio logs an exception for which no epoch waits
 
     @contextlib.contextmanager
     def _noted(self, linking: _Linking, member: Member) -> Iterator[None]:
@@ -368,16 +351,14 @@ class Peers:
         greeting = self._greeting(record.store_id, member, "data", record.epoch)
         count = self._plane.connections
         greeting = replace(greeting, lane=ring.lane, to_rank=ring.next_rank, connections=count)
+        dialled = ring.next_sockets
         with self._noted(linking, member):
-            if ring.next_socket is None:
-                ring.next_socket = await self._dial(ring.next_address, greeting, lambda: False)
-            if ring.next_socket is None or ring.next_socket.family == socket.AF_UNIX:
-                return
-            for number in range(len(ring.further_next) + 1, count):
-                greeting = replace(greeting, connection=number)
+            # A unix socket is alone.
+            while len(dialled) < count and not (dialled and dialled[0].family == socket.AF_UNIX):
+                greeting = replace(greeting, connection=len(dialled))
                 sock = await self._dial(ring.next_address, greeting, lambda: False)
                 assert sock is not None
-                ring.further_next.append(sock)
+                dialled.append(sock)
 
     async def _dial(
         self, address: str, greeting: Greeting, is_up: Callable[[], bool]
@@ -390,16 +371,14 @@ class Peers:
                 token = self._token.shown().encode()
                 local = self._plane.shares_memory and not greeting.connection
                 return await dial(address, greeting, token, _DIAL_S, local)
-            except Unconnected:
-                if time.monotonic() - since >= CONNECT_S:
+            except FabricError as error:
+                if not isinstance(error, Unconnected):
+                    # The peer answered no: it may not know the epoch yet, or a new process may replace it.
+                    since = math.inf
+                elif time.monotonic() - since >= CONNECT_S:
                     raise
-                await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
-                tries += 1
-            except FabricError:
-                # The peer answered no: it may not know the epoch yet, or a new process may replace it.
-                since = math.inf
-                await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
-                tries += 1
+            await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+            tries += 1
         return None
 
     async def dial_collective(
@@ -440,13 +419,14 @@ class Peers:
 
     def probe(self, members: tuple[Member, ...]) -> None:
         """Find out which members this process can reach; feeds Probed."""
-        self._spawn(self._probe(members))
 
-    async def _probe(self, members: tuple[Member, ...]) -> None:
-        others = [x for x in members if x.replica != self._me.replica]
-        lost = await asyncio.gather(*(self._lost_bytes(x) for x in others))
-        away = [x.replica for x, size in zip(others, lost, strict=True) if size is not None]
-        self._feed(io.Probed(tuple(away), min((size for size in lost if size is not None), default=0)))
+        async def work() -> None:
+            others = [x for x in members if x.replica != self._me.replica]
+            sizes = await asyncio.gather(*(self._lost_bytes(x) for x in others))
+            lost = {x.replica: size for x, size in zip(others, sizes, strict=True) if size is not None}
+            self._feed(io.Probed(tuple(lost), min(lost.values(), default=0)))
+
+        self._spawn(work())
 
     async def _lost_bytes(self, member: Member) -> int | None:
         """Return the size of messages that get lost on the way to ``member`` or back; 0: of any size.
@@ -533,13 +513,6 @@ class Peers:
             linking.changed.set()
 
 
-# The ring links of collectives between replicas, made when the first collective needs them.
-#
-# They are separate from the links of an epoch, so a collective that fails never harms a round. A group is a
-# set of processes, and its number fences it. When a ring of the group has failed, its members make the next
-# attempt: each one dials its next member again, and all agree on the highest attempt that they have seen.
-
-
 # Links that no ring has taken yet. Each process has one previous member in a group.
 _MAX_ARRIVALS = 64
 
@@ -554,7 +527,6 @@ class CollectiveGroup:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The replicas' names, in ring order."""
         return tuple(x.replica for x in self.members)
 
     @cached_property
@@ -603,7 +575,13 @@ class _LinkArrival(NamedTuple):
 
 
 class CollectiveLinks:
-    """Makes the links of one group at a time; lives on the control thread's loop."""
+    """The ring links of collectives between replicas, made when the first collective needs them.
+
+    They are separate from the links of an epoch, so a collective that fails never harms a round. A group is a
+    set of processes, and its number fences it. When a ring of the group has failed, its members make the next
+    attempt: each one dials its next member again, and all agree on the highest attempt that they have seen.
+    The links of one group are made at a time, on the control thread's loop.
+    """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers

@@ -44,19 +44,17 @@ from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
 from fabric.transport.tcp import dial
 
-# The links between the ranks of a replica: orders one way, outcomes the other.
-#
-# Like links between members these links are authenticated and ordered. The end of a link means that its
-# rank's process has ended.
-
-
 _START_S = 60.0
 _DIAL_S = 3.0
 _RETRY_S = 0.05
 
 
 class RankLinks:
-    """The links that other ranks of process ``incarnation`` dial to ``rank``: rank 0, or a host's voice."""
+    """The links that other ranks of process ``incarnation`` dial to ``rank``: rank 0, or a host's voice.
+
+    Orders go one way, outcomes the other. Like links between members these links are authenticated and
+    ordered. The end of a link means that its rank's process has ended.
+    """
 
     def __init__(self, rank: int, incarnation: int) -> None:
         self._rank = rank
@@ -72,8 +70,15 @@ class RankLinks:
 
         Until then nothing is read: a rank sends as soon as it is linked, and its messages wait in the socket.
         """
+
+        async def listen(ranks: tuple[int, ...]) -> None:
+            await self._links[ranks[0]].run(
+                lambda data: on_said(decode_outcomes(data, ranks)),
+                lambda why: on_said(FromRank(ranks[0], RankOutcome(RankLost(ranks[0], why)))),
+            )
+
         for ranks in self.voices:
-            task = asyncio.get_running_loop().create_task(_listen(ranks, self._links[ranks[0]], on_said))
+            task = asyncio.get_running_loop().create_task(listen(ranks))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -119,59 +124,6 @@ class RankLinks:
             task.cancel()
 
 
-async def _listen(ranks: tuple[int, ...], link: Link, on_said: Callable[[FromRank | FromHost], None]) -> None:
-    first = ranks[0]
-    await link.run(
-        lambda data: on_said(decode_outcomes(data, ranks)),
-        lambda why: on_said(FromRank(first, RankOutcome(RankLost(first, why)))),
-    )
-
-
-class FollowerLink:
-    """The side of a rank other than 0: its link to rank 0, or to its host's voice."""
-
-    def __init__(self) -> None:
-        self.voice: HostVoice | None = None  # where this rank speaks for others
-        self.link: Link | None = None  # set by ``dial``
-        self._task: asyncio.Task[None] | None = None
-
-    async def dial(self, address: str, greeting: Greeting, token: bytes) -> None:
-        """Link to the other rank. After a minute of failed tries, raises the error of the last try."""
-        deadline = asyncio.get_running_loop().time() + _START_S
-        while True:
-            try:
-                sock = await dial(address, greeting, token, _DIAL_S)
-                break
-            except FabricError:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise
-                await asyncio.sleep(_RETRY_S)
-        self.link = Link(sock, f"rank {greeting.to_rank}")
-
-    def hear(self, on_order: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """Begin to pass orders to ``on_order``; ``on_lost`` gets the reason when the link ends."""
-        assert self.link is not None
-        self._task = asyncio.get_running_loop().create_task(self.link.run(on_order, on_lost))
-
-    def send(self, rank: int, outcome: RankOutcome) -> None:
-        """Queue an outcome of this rank, or of a rank for which it speaks."""
-        if self.link is None:
-            return
-        if self.voice is None:
-            self.link.send(encode_outcome(outcome))
-        elif sums := self.voice.take(rank, outcome):
-            self.link.send(*map(encode_outcomes, sums))
-
-    async def close(self) -> None:
-        """Say goodbye."""
-        if self.link is not None:
-            await self.link.close(linger_s=1.0)
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-
 _OUTCOMES = get_args(RankEvent)
 # For this long an error in the main thread waits for news of another rank's loss, which would explain it.
 _EXPLAINED_S = 2.0
@@ -188,7 +140,6 @@ class RankEngine(Engine):
         super().__init__(parts)
         self._group = group
         self._stops: queue.SimpleQueue[io.Stop] = queue.SimpleQueue()
-        self._closing = False
 
     def await_explanation(self) -> None:
         """Wait for an explanation of an error that has reached the top of the main thread.
@@ -211,10 +162,6 @@ class RankEngine(Engine):
         """As Engine.may_be_asked. The ranks would learn of another replica at different times."""
         return True
 
-    def close(self) -> None:
-        self._closing = True
-        super().close()
-
     def _perform(self, effect: Any) -> None:
         if isinstance(effect, io.Stop):
             assert self._loop is not None
@@ -224,7 +171,7 @@ class RankEngine(Engine):
 
     def _end_when_stuck(self, stop: io.Stop) -> None:
         """End the process: the main thread is stuck in a collective with a rank that is gone."""
-        if not self._closing:
+        if self._stopping is not None and not self._stopping.is_set():
             self._end_now(stop)
 
     def _end_now(self, stop: io.Stop) -> None:
@@ -245,15 +192,12 @@ class HeadEngine(RankEngine):
         self._core: Ranks | None = None
         parts.peers.on_rank = self.links.accept
 
-    async def _begin(self, member: MemberCore) -> None:
+    async def _begin(self, member: MemberCore, core: Core[Any, Any] | None = None) -> None:
         await self.links.wait()
-        await super()._begin(member)
-        self.links.hear(self._feed)
-
-    def _make_core(self, member: MemberCore) -> Core[Any, Any]:
         self._core = Ranks(member, self.groups, unequal=self._parts.exchange.lanes is not None)
         self._core.stages = self.stages
-        return self._core
+        await super()._begin(member, self._core)
+        self.links.hear(self._feed)
 
     async def _end(self) -> None:
         await self.links.close()
@@ -294,14 +238,15 @@ class FollowerEngine(RankEngine):
     def __init__(self, parts: EngineParts, group: RankGroup, incarnation: int) -> None:
         super().__init__(parts, group)
         self._follower = FollowerRank(group.rank)
-        self._link = FollowerLink()
+        self._link: Link | None = None  # to rank 0, or to this host's voice
+        self._voice: HostVoice | None = None  # where this rank speaks for others
         self._links = RankLinks(group.rank, incarnation)
         parts.peers.on_rank = self._links.accept
         self._step = 0
 
     @property
     def is_running(self) -> bool:
-        return self._link.link is not None
+        return self._link is not None
 
     @property
     def generation(self) -> int:
@@ -330,26 +275,45 @@ class FollowerEngine(RankEngine):
     async def _join(self, address: str, greeting: Greeting, token: bytes, ranks: tuple[int, ...]) -> None:
         self._links.voices = tuple((rank,) for rank in ranks[1:])
         await self._links.wait()
-        self._link.voice = HostVoice(ranks, self._group.size) if len(ranks) > 1 else None
+        self._voice = HostVoice(ranks, self._group.size) if len(ranks) > 1 else None
         self._follower.speaker = greeting.to_rank
-        await self._link.dial(address, greeting, token)
-        self._link.hear(self._on_order, self._on_lost)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _START_S
+        while self._link is None:
+            try:
+                sock = await dial(address, greeting, token, _DIAL_S)
+                self._link = Link(sock, f"rank {greeting.to_rank}")
+            except FabricError:
+                if loop.time() > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+        self._session = loop.create_task(self._link.run(self._on_order, self._on_lost))
         self._links.hear(self._on_said)
 
     async def _end(self) -> None:
         self._follower.over = True
-        await asyncio.gather(self._links.close(), self._link.close())
+        own = [self._link.close(linger_s=1.0)] if self._link is not None else []
+        await asyncio.gather(self._links.close(), *own)
         await super()._end()
 
     def _feed(self, event: Any, number: int = 0) -> None:
         self._note_planes(event)
         self._follower.tell(event)
-        self._link.send(self._group.rank, RankOutcome(event, number))
+        self._send(self._group.rank, RankOutcome(event, number))
 
     def _on_said(self, message: FromRank | FromHost) -> None:
         """Take what a rank of this host says, or the end of its link."""
         if isinstance(message, FromRank) and not self._follower.over:
-            self._link.send(message.rank, message.outcome)
+            self._send(message.rank, message.outcome)
+
+    def _send(self, rank: int, outcome: RankOutcome) -> None:
+        """Queue an outcome of this rank, or of a rank for which it speaks."""
+        if self._link is None:
+            return
+        if self._voice is None:
+            self._link.send(encode_outcome(outcome))
+        elif sums := self._voice.take(rank, outcome):
+            self._link.send(*map(encode_outcomes, sums))
 
     def _on_order(self, data: bytes) -> None:
         if self._links.voices:

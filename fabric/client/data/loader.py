@@ -23,31 +23,36 @@ from fabric.protocol.rules.spare import stack_of
 from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.system_calls import die_with
 
-# Iterable data sets: every replica reads the stream from its beginning to the committed position.
-#
-# An iterable data set must give the same samples in the same order every time it is iterated, on every
-# replica. A data set with ``set_epoch`` is told the number of the iteration first, so it may shuffle by
-# that number. The iteration is repeated endlessly; position p is sample number p of the repetition. Step
-# s covers the positions [s*G, (s+1)*G) for global batch size G. So the committed step gives the position,
-# and no position is saved. A replica reads the whole global batch of a step, because it may inherit any
-# part of it.
-#
-# A replica that joins, or a job that goes back to an earlier state, must get to its position. A data set
-# with ``iterate_from(position)`` gives an iterator that begins there. Other data sets are read up to the
-# position.
-
 
 class IterableStream:
-    """Samples of an iterable data set by position. A read at an earlier position starts a new iteration."""
+    """Samples of an iterable data set by position. A read at an earlier position starts a new iteration.
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    An iterable data set must give the same samples in the same order every time it is iterated, on every
+    replica. A data set with ``set_epoch`` is told the number of the iteration first, so it may shuffle by
+    that number. The iteration is repeated endlessly; position p is sample number p of the repetition. Step
+    s covers the positions [s*G, (s+1)*G) for global batch size G. So the committed step gives the position,
+    and no position is saved. A replica reads the whole global batch of a step, because it may inherit any
+    part of it.
+
+    A replica that joins, or a job that goes back to an earlier state, must get to its position. A data set
+    with ``iterate_from(position)`` gives an iterator that begins there. Other data sets are read up to the
+    position.
+    """
+
+    def __init__(self, dataset: Any, global_batch_size: int = 1) -> None:
+        self._dataset, self._global_batch_size = dataset, global_batch_size
         self._from = getattr(dataset, "iterate_from", None)
         self._iterator: Iterator[Any] | None = None
         self._number = 0  # of the iteration
         self._next = 0  # the position that the iterator gives next
         self._kept: dict[int, Any] = {}
         self._lock = threading.Lock()
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """Return the samples of a micro-batch."""
+        # Keep the samples of the previous step: this member may still inherit a part of that step.
+        step = positions[0] // self._global_batch_size
+        return self.read(max(0, step - 1) * self._global_batch_size, list(positions))
 
     def read(self, first: int, positions: list[int]) -> list[Any]:
         """Return the samples at ``positions``, and forget those before ``first``; safe from any thread."""
@@ -96,10 +101,10 @@ Collate = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(slots=True)
-class IndexFetcher:
-    """Reads micro-batches of a data set with an index. ``items``: their indices, or positions of a stream.
+class Fetcher:
+    """Reads micro-batches of a data set with an index, or of a stream, whose indices are positions.
 
-    A data set with ``set_epoch`` is told the number of each pass. ``StreamFetcher`` has the same methods.
+    A data set with ``set_epoch`` is told the number of each pass.
     """
 
     dataset: Any
@@ -109,14 +114,13 @@ class IndexFetcher:
     pass_of: Callable[[int, int], int] | None = None  # if the data set has ``set_epoch``
     _pass: int = -1  # that the data set was told last
 
-    def read(self, step: int, items: Sequence[Any]) -> Any:
+    def read(self, items: Sequence[Any]) -> Any:
         """Return the collated micro-batch of these items."""
         indices = items[0] if self.batched else items
         together = getattr(self.dataset, "__getitems__", None)
         return self.collate(together(indices) if together else [self.dataset[i] for i in indices])
 
     def count(self, items: Sequence[Any]) -> int:
-        """Return the number of samples."""
         return sum(len(batch) for batch in items) if self.batched else len(items)
 
     def seeded(self, step: int, micro_batch: int, items: Sequence[Any]) -> Any:
@@ -126,42 +130,7 @@ class IndexFetcher:
             seed_everything(self.seed, number, -1)  # the same draws on replicas that begin it elsewhere
             self.dataset.set_epoch(number)
         seed_everything(self.seed, step, micro_batch)
-        return self.read(step, items)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamFetcher:
-    """Reads a stream by position."""
-
-    stream: IterableStream
-    collate: Collate
-    seed: int
-    global_batch_size: int
-
-    def read(self, step: int, items: Sequence[Any]) -> Any:
-        # Keep the samples of the previous step: this member may still inherit a part of that step.
-        first = max(0, step - 1) * self.global_batch_size
-        return self.collate(self.stream.read(first, list(items)))
-
-    def count(self, items: Sequence[Any]) -> int:
-        return len(items)
-
-    def seeded(self, step: int, micro_batch: int, items: Sequence[Any]) -> Any:
-        seed_everything(self.seed, step, micro_batch)
-        return self.read(step, items)
-
-
-Fetcher = IndexFetcher | StreamFetcher
-
-# Worker processes that read micro-batches ahead: those of torch's DataLoader.
-#
-# The DataLoader reads without end, in the order of ``_Requests``: the micro-batches of the step under
-# way, then this replica's share of the steps after it. After a change of the membership the requests
-# change too. The micro-batches that were requested before and that nobody needs here any more are dropped
-# as they come.
-#
-# Before each micro-batch a worker seeds the generators from (seed, step, micro-batch), so every replica
-# that reads it draws the same numbers. A worker ends with its trainer, also where the trainer is killed.
+        return self.read(items)
 
 
 Key = tuple[int, int]  # step and micro-batch
@@ -174,7 +143,7 @@ class _Requests(Sampler[Any]):
         self.sent: deque[Key | None] = deque()  # requests whose results have not come, oldest first
         self._items = items
         self._steps_to_try = steps_to_try  # so many steps may follow each other without a sample here
-        self._known: set[Key] = set()  # requested, and not taken yet
+        self.known: set[Key] = set()  # requested, and not taken or dropped yet
         self._first: deque[Key] = deque()
         self._share: tuple[int, ...] = ()
         self._next: Key = 0, 0  # the next step, and the place in its share
@@ -187,10 +156,6 @@ class _Requests(Sampler[Any]):
         """Read ``share`` of each step from ``step`` on."""
         self._share, self._next = tuple(share), (step, 0)
 
-    def forget(self, key: Key) -> None:
-        """The result of ``key`` was taken or dropped."""
-        self._known.discard(key)
-
     def __iter__(self) -> Iterator[Any]:
         while True:
             key = self._choose()
@@ -198,20 +163,20 @@ class _Requests(Sampler[Any]):
             if key is None:
                 yield None
             else:
-                self._known.add(key)
+                self.known.add(key)
                 yield key, self._items(*key)
 
     def _choose(self) -> Key | None:
         while self._first:
             key = self._first.popleft()
-            if key not in self._known:
+            if key not in self.known:
                 return key
         last = self._next[0] + self._steps_to_try
         while self._share and self._next[0] <= last:
             step, place = self._next
             self._next = (step, place + 1) if place + 1 < len(self._share) else (step + 1, 0)
             key = step, self._share[place]
-            if key not in self._known and self._items(*key):
+            if key not in self.known and self._items(*key):
                 return key
         return None
 
@@ -226,7 +191,7 @@ class _Failed:
 class _Reading(Dataset[Any]):
     """In a worker: answers a request with the micro-batch."""
 
-    def __init__(self, fetcher: IndexFetcher) -> None:
+    def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
 
     def __getitem__(self, request: Any) -> Any:
@@ -258,11 +223,20 @@ class _Begin:
 
 
 class WorkerProcesses:
-    """Reads micro-batches by ``count`` worker processes. They start with the first request."""
+    """Reads micro-batches by ``count`` workers of torch's DataLoader. They start with the first request.
+
+    The DataLoader reads without end, in the order of ``_Requests``: the micro-batches of the step under
+    way, then this replica's share of the steps after it. After a change of the membership the requests
+    change too. The micro-batches that were requested before and that nobody needs here any more are dropped
+    as they come.
+
+    Before each micro-batch a worker seeds the generators from (seed, step, micro-batch), so every replica
+    that reads it draws the same numbers. A worker ends with its trainer, also where the trainer is killed.
+    """
 
     def __init__(
         self,
-        fetcher: IndexFetcher,
+        fetcher: Fetcher,
         items: Callable[[int, int], Sequence[Any]],
         count: int,
         options: "LoaderOptions",
@@ -330,17 +304,16 @@ class WorkerProcesses:
                 if key[0] < step:
                     self._drop(key)
         result = self._ready.pop(wanted)
-        self._requests.forget(wanted)
+        self._requests.known.discard(wanted)
         if isinstance(result, _Failed):
             result.error.reraise()  # type: ignore[no-untyped-call]
         return result
 
     def _drop(self, key: Key) -> None:
         del self._ready[key]
-        self._requests.forget(key)
+        self._requests.known.discard(key)
 
     def close(self) -> None:
-        """End the workers."""
         self._batches = None
 
 
@@ -348,11 +321,11 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-# Threads that read micro-batches ahead. They share the data set and the process's random generators.
-
-
 class ReadingThreads:
-    """``items`` gives the items of a micro-batch; only the loop's thread calls it."""
+    """Read micro-batches ahead; they share the data set and the process's random generators.
+
+    ``items`` gives the items of a micro-batch; only the loop's thread calls it.
+    """
 
     def __init__(self, fetcher: Fetcher, items: Callable[[int, int], Sequence[Any]], count: int) -> None:
         self._fetcher = fetcher
@@ -361,11 +334,10 @@ class ReadingThreads:
         self._pool = ThreadPoolExecutor(count, "fabric-loader")
 
     def expect(self, step: int, micro_batches: Iterable[int]) -> None:
-        """Begin to read the micro-batches that will come next if nothing changes."""
         for micro_batch in micro_batches:
             if (step, micro_batch) not in self._ahead:
                 items = self._items(step, micro_batch)
-                self._ahead[step, micro_batch] = self._pool.submit(self._fetcher.read, step, items)
+                self._ahead[step, micro_batch] = self._pool.submit(self._fetcher.read, items)
 
     def read_ahead(self, step: int, micro_batches: Iterable[int]) -> None:
         """Begin to read these micro-batches, and discard all others that were read ahead."""
@@ -375,7 +347,6 @@ class ReadingThreads:
         self.expect(step, sorted(micro_batch for _, micro_batch in wanted))
 
     def fetch(self, step: int, micro_batch: int) -> Any:
-        """Return one micro-batch."""
         future = self._ahead.pop((step, micro_batch), None)
         if future is not None:
             return future.result()
@@ -383,7 +354,6 @@ class ReadingThreads:
         return self._fetcher.seeded(step, micro_batch, self._items(step, micro_batch))
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -436,9 +406,8 @@ class LoaderOptions:
             raise ConfigError("on_loss goes with redundancy: without it every replica can read every shard")
         if self.redundancy < 0 or (self.data_slot is not None and self.redundancy == 0):
             raise ConfigError(
-                "redundancy must be 0 (all replicas can read all data) or a number of replicas; a data "
-                "slot goes "
-                "with redundancy"
+                "redundancy must be 0 (all replicas can read all data) or a number of replicas; a data slot "
+                "goes with redundancy"
             )
 
     def order(self, dataset: Any, seed: int) -> SamplerOrder | None:
@@ -525,7 +494,6 @@ class SampleSlice:
             )
 
     def cut(self, samples: Sequence[Any]) -> list[Any]:
-        """Return this slice of ``samples``."""
         size = len(samples) // self.count
         return list(samples[self.index * size : (self.index + 1) * size])
 
@@ -588,7 +556,7 @@ class Loader:
     def begin_step(self, step: int) -> None:
         """Check at each pass that the data set has the size of the plan. Raises ConfigError."""
         plan = self.plan
-        if plan.is_stream or plan.order is not None or not isinstance(self.fetcher, IndexFetcher):
+        if plan.is_stream or plan.order is not None:
             return
         number = step * plan.global_batch_size // plan.dataset_size
         if number != self._pass:
@@ -623,13 +591,11 @@ class Loader:
         return self.items(step, micro_batch) if is_whole else self.plan.samples(step, micro_batch)
 
     def fetch(self, step: int, micro_batch: int) -> Any:
-        """Return one collated micro-batch."""
         if self.workers is not None:
             return self.workers.fetch(step, micro_batch)
         return self.fetcher.seeded(step, micro_batch, self.items(step, micro_batch))
 
     def close(self) -> None:
-        """End the workers."""
         if self.workers is not None:
             self.workers.close()
 
@@ -687,7 +653,7 @@ def is_stream(dataset: Any) -> bool:
 
 def _fetcher(dataset: Any, plan: SamplePlan, collate_fn: Collate, options: LoaderOptions) -> Fetcher:
     if plan.is_stream:
-        return StreamFetcher(IterableStream(dataset), collate_fn, plan.seed, plan.global_batch_size)
+        return Fetcher(IterableStream(dataset, plan.global_batch_size), collate_fn, plan.seed)
     batched = options.batch_sampler is not None
     if batched and plan.micro_batch_size != 1:
         raise ConfigError(
@@ -697,21 +663,21 @@ def _fetcher(dataset: Any, plan: SamplePlan, collate_fn: Collate, options: Loade
     has_epochs = hasattr(dataset, "set_epoch") and not plan.shards
     # Without the sampler the plan can go to a process that does not inherit it.
     pass_of = replace(plan, order=None).pass_of if has_epochs else None
-    return IndexFetcher(dataset, collate_fn, plan.seed, batched, pass_of)
+    return Fetcher(dataset, collate_fn, plan.seed, batched, pass_of)
 
 
 def _workers(loader: Loader, count: int, options: LoaderOptions, replica: str) -> Workers | None:
     if not count:
         return None
     fetcher = loader.fetcher
-    if not isinstance(fetcher, IndexFetcher) or options.workers == "threads":
+    if loader.plan.is_stream or options.workers == "threads":
         if options.worker_init_fn is not None:
             kind = "an iterable data set" if loader.plan.is_stream else 'workers="threads"'
             raise ConfigError(
                 f"worker_init_fn goes with worker processes, and {kind} is read in the trainer's own "
                 "process: leave it out"
             )
-        if isinstance(fetcher, IndexFetcher) and fetcher.pass_of is not None:
+        if fetcher.pass_of is not None:
             raise ConfigError(
                 "the data set has set_epoch, and threads that share it may be in two passes at once: give "
                 'workers="processes"'

@@ -27,11 +27,6 @@ def seed_everything(seed: int, step: int, micro_batch: int) -> None:
     seed_all(micro_batch_seed(seed, step, micro_batch))
 
 
-def seed_update(seed: int, step: int, part: int = 0) -> None:
-    """Seed the same generators for the update of ``step``. ``part``: the number of optimizers before it."""
-    seed_all(xxhash.xxh3_64_intdigest(f"{seed} {step} update {part}".encode()) >> 1)
-
-
 class UpdateRandomness:
     """Seeds the generators when a gradient is handed over.
 
@@ -71,9 +66,10 @@ class UpdateRandomness:
             self._aside = None
 
     def _seed(self, part: int) -> None:
+        """Seed the generators for the update. ``part``: the number of optimizers before this one."""
         if not self._in_steps and self._aside is None:
             self._aside = Generators.now()
-        seed_update(self.seed, self._step, part)
+        seed_all(xxhash.xxh3_64_intdigest(f"{self.seed} {self._step} update {part}".encode()) >> 1)
 
     def _before(self, *_: object) -> None:
         if self._step >= 0 and self._parts:

@@ -44,17 +44,6 @@ from fabric.client.data.randomness import Generators, seed_all
 from fabric.errors import ConfigError, FabricError
 from fabric.protocol.rules.assignment import cut
 
-# The order that a sampler gives: pass k over the data is the list of positions that it yields for pass k.
-#
-# Every replica must get the same lists, also a replica that joins in pass 40. So the generators of torch,
-# numpy and random are seeded from (seed, k) before pass k, and ``set_epoch(k)`` is called where it exists. A
-# sampler with a state of its own (a generator, a counter) is copied first. The copy is iterated pass after
-# pass from that state, as a DataLoader iterates the sampler, and again from pass 0 for an earlier pass.
-#
-# At most two passes are kept. The digest of pass 0 belongs to the description of the data, which must be
-# equal on all members.
-
-
 # Samplers whose pass depends on the seed and the number of the pass alone, unless they have a generator.
 _WITHOUT_STATE = (
     DistributedSampler,
@@ -67,10 +56,17 @@ _KEPT_PASSES = 2
 
 
 class SamplerOrder:
-    """The items of a sampler by position. Safe from any thread.
+    """The items of a sampler by position: pass k over the data is the list that it yields for pass k.
+
+    Every replica must get the same lists, also a replica that joins in pass 40. So the generators of torch,
+    numpy and random are seeded from (seed, k) before pass k, and ``set_epoch(k)`` is called where it exists.
+    A sampler with a state of its own (a generator, a counter) is copied first. The copy is iterated pass
+    after pass from that state, as a DataLoader iterates the sampler, and again from pass 0 for an earlier
+    pass. At most two passes are kept. The digest of pass 0 belongs to the description of the data, which must
+    be equal on all members.
 
     ``generator``: that of the DataLoader, which draws one number from it for each pass. ``dataset``: it is
-    shared with the sampler's copies.
+    shared with the sampler's copies. Safe from any thread.
     """
 
     def __init__(self, sampler: Any, seed: int, dataset: Any = None, generator: Any = None) -> None:
@@ -151,7 +147,11 @@ class SamplerOrder:
         if isinstance(sampler, range | list | tuple):
             return sampler
         with _seeded(self._seed, number):
-            _set_epoch(sampler, number)
+            within = sampler
+            while within is not None:
+                if hasattr(within, "set_epoch"):
+                    within.set_epoch(number)
+                within = getattr(within, "sampler", None)
             iterator = iter(sampler)
             if generator is not None:
                 draw = torch.empty((), dtype=torch.int64, device=generator.device)
@@ -232,13 +232,6 @@ def _data_of(sampler: Any) -> Iterator[Any]:
             if isinstance(value, torch.utils.data.Dataset):
                 yield value
         yield from (getattr(sampler, name, None) for name in ("data_source", "dataset"))
-        sampler = getattr(sampler, "sampler", None)
-
-
-def _set_epoch(sampler: Any, number: int) -> None:
-    while sampler is not None:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(number)
         sampler = getattr(sampler, "sampler", None)
 
 
@@ -331,7 +324,6 @@ class SamplePlan:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches in a step."""
         return self.global_batch_size // self.micro_batch_size
 
     @property

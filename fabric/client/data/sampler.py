@@ -129,29 +129,17 @@ class StepSampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self._begin()
-        if self.part.alone:
-            yield from self._pass_alone()
-            return
-        number = self._committed_step() // self.steps_per_pass
-        while True:
-            step = self._committed_step() + len(self._drawn)
-            if step // self.steps_per_pass != number:
-                return
-            self._drawn.append(step)
-            yield from self._counted(step)
-
-    def _pass_alone(self) -> Iterator[int]:
-        step = self._committed_step() if self._whole_steps else self._begun
+        alone = self.part.alone
+        step = self._begun if alone and not self._whole_steps else self._committed_step()
         number = step // self.steps_per_pass
         while step // self.steps_per_pass == number:
             self._begun = step + 1
-            yield from self._counted(step)
-            step += 1
-
-    def _counted(self, step: int) -> Iterator[int]:
-        for index in self.indices(step):
-            self._yielded += 1
-            yield index
+            if not alone:
+                self._drawn.append(step)
+            for index in self.indices(step):
+                self._yielded += 1
+                yield index
+            step = step + 1 if alone else self._committed_step() + len(self._drawn)
 
     def indices(self, step: int) -> list[int]:
         """Return the data set indices of this data slot's part of ``step``."""
@@ -179,14 +167,14 @@ class StepSampler(torch.utils.data.Sampler[int]):
     def _mistake(self) -> str:
         """Return how the loop's batches differ from a whole step, or an empty string."""
         if self._exchanged == 0:
-            size = next((x for x in _batch_sizes(self) if self.per_step % x), None)
-            if size is not None:
+            sizes = {x.batch_size for x in of_types({BatchSampler}) if x.sampler is self}
+            size = min((x for x in sizes if self.per_step % x), default=0)
+            if size:
                 return f"the DataLoader has batch_size {size}"
         drawn = self._yielded - self._exchanged * self.per_step
         return f"the loop drew {drawn} samples for this step" if drawn < self.per_step else ""
 
     def describe(self) -> dict[str, Any]:
-        """Describe the sampler for the journal."""
         order = {} if self._plan.order is None else {"order": self._plan.order.digest}
         return order | {
             "policy": "shrink",
@@ -213,8 +201,3 @@ def _order_of(sampler: Any, seed: int, size: int) -> SamplerOrder:
             "sampler of indices, or use session.loader(batch_sampler=)"
         )
     return order
-
-
-def _batch_sizes(sampler: StepSampler) -> list[int]:
-    """Return the batch sizes of the DataLoaders that draw from ``sampler``."""
-    return sorted({x.batch_size for x in of_types({BatchSampler}) if x.sampler is sampler})

@@ -25,13 +25,6 @@ from fabric.ftar.buckets import Bucket, FlatGradients, is_complete, local_part
 from fabric.ftar.device.cuda import CudaEvent, CudaStream
 from fabric.ftar.reduce_ops import address_of
 
-# Finds gradients that a loop keeps from one step to the next, or drops within a step, and refuses both.
-#
-# Backward adds to ``.grad``. If the gradient of the step before is still there, every member would add it to
-# its own part, and the sum would have it once per member. Without fabric the sum has it once. A loop that
-# calls ``zero_grad`` at each micro-batch would contribute the last one only, under the weight of all.
-
-
 _LOOKS = 64  # steps of this process that are looked at
 _NOTES = 256  # so many times the gradients of a step's earlier micro-batches are noted
 _SAMPLED = 1024  # elements that are looked at in each gradient, unless its first bytes have a value
@@ -39,8 +32,13 @@ _FIRST_BYTES = 64
 
 
 class StaleGradients:
-    """``begin`` notes which gradients of ``optimizers`` are left over; their optimizer's step is refused.
+    """Refuses gradients that a loop keeps from one step to the next, or drops within a step.
 
+    Backward adds to ``.grad``. If the gradient of the step before is still there, every member would add it
+    to its own part, and the sum would have it once per member. Without fabric the sum has it once. A loop
+    that calls ``zero_grad`` at each micro-batch would contribute the last one only, under the weight of all.
+
+    ``begin`` notes which gradients of ``optimizers`` are left over; their optimizer's step is refused.
     Within ``micro_batch`` the user's code computes, and only adds gradients.
     """
 

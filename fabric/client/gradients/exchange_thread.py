@@ -149,8 +149,8 @@ class ExchangeThread:
         self._on_crash = on_crash
         self._round = threading.Lock()  # held during a round: an aborted round may end late
         self._newest: tuple[int, BucketReadiness | None] = (0, None)
-        # The newest epochs in which all members take the values of this one's buffers.
-        self._gives_in: deque[int] = deque(maxlen=_EPOCHS)
+        # The newest epochs in which all members take the values of this one's buffers; noted before a round.
+        self.gives_in: deque[int] = deque(maxlen=_EPOCHS)
         self._dtypes = tuple(sorted({str(b.dtype).removeprefix("torch.") for b in gradients.buckets}))
         self.recorder = ExchangeRecorder()
         self._stayed: io.StartExchange | None = None  # the newest round, if its sum is in ``.grad`` alone
@@ -191,10 +191,6 @@ class ExchangeThread:
             return False
         self._slots.find(order.step).bytes_digest = outcome.gradient_digest
         return True
-
-    def give_values(self, epoch: int) -> None:
-        """Note, before a round of ``epoch``, that all members take the values of this one's buffers."""
-        self._gives_in.append(epoch)
 
     def take_times(self, clock: StepClock) -> StepTimes:
         """Return the times of the step that has just ended, and count those of the next one from zero."""
@@ -356,18 +352,16 @@ class ExchangeThread:
             self.seconds += seconds
             entry.reduce_s += seconds
         entry.buckets += 1
-        for total, newest in (
-            (self.waiting_s, self._plane.waiting_s),
-            (self.sending_s, self._plane.sending_s),
-        ):
-            for peer, seconds in newest.items():
-                total[peer] = total.get(peer, 0.0) + seconds
+        for peer, seconds in self._plane.waiting_s.items():
+            self.waiting_s[peer] = self.waiting_s.get(peer, 0.0) + seconds
+        for peer, seconds in self._plane.sending_s.items():
+            self.sending_s[peer] = self.sending_s.get(peer, 0.0) + seconds
 
     def _gather(
         self, order: io.StartExchange, bucket: Bucket, flat: torch.Tensor, in_place: bool = False
     ) -> list[torch.Tensor]:
         self._points.hit("gather", order.step, lambda: bucket)
-        is_one = order.fence.epoch in self._gives_in
+        is_one = order.fence.epoch in self.gives_in
         return self._gradients.gather_bucket(bucket, flat, is_one, in_place)
 
     def _free(self, bucket: Bucket) -> None:

@@ -34,17 +34,6 @@ from fabric.model import Record, first_of
 from fabric.protocol.rules.lanes import ReplicaLayout
 from fabric.runtime.config import Settings, parse_replicas
 
-# The user's choice for each tensor that forward changes: ``attach(..., buffers=)``.
-#
-# Such a tensor is a buffer, or a frozen parameter such as MoCo's second encoder. ``average`` is right for
-# running means and counters. ``first`` takes the value of one member, as DistributedDataParallel does: it is
-# right for queues, their pointers, codebooks, and the vectors of a power iteration. ``ignore`` keeps a value
-# on each replica.
-#
-# The modules of torch whose buffers forward changes are known here. Where one choice is plainly right, that
-# is the default. Tensors that nobody has named are found at the first forward, see ``BufferWatch``.
-
-
 _DIRECT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16)
 _HALF_BITS = 32
@@ -93,7 +82,16 @@ _NEVER_AVERAGED = (torch.float16, torch.bfloat16, torch.bool)
 
 @dataclass(frozen=True, slots=True)
 class BufferChoices:
-    """The choice for each tensor that forward changes, by its name in the model's state."""
+    """The choice for each tensor that forward changes, by its name in the model's state.
+
+    Such a tensor is a buffer, or a frozen parameter such as MoCo's second encoder. ``average`` is right for
+    running means and counters. ``first`` takes the value of one member, as DistributedDataParallel does: it
+    is right for queues, their pointers, codebooks, and the vectors of a power iteration. ``ignore`` keeps a
+    value on each replica.
+
+    The modules of torch whose buffers forward changes are known here. Where one choice is plainly right, that
+    is the default. Tensors that nobody has named are found at the first forward, see ``BufferWatch``.
+    """
 
     carried: Mapping[str, str]  # name -> "average" or "first"; a tensor with several names has one here
     local: frozenset[str]  # all names of the tensors that stay on each replica
@@ -128,7 +126,11 @@ def choose_buffers(model: torch.nn.Module, wanted: Buffers) -> BufferChoices:
         elif not kind:
             continue
         elif kind == "statistics" and (wanted == "refuse" or not isinstance(wanted, str)):
-            raise _refusal(names[0])
+            raise ConfigError(
+                f"forward changes the buffer {names[0]!r} differently on every replica: pass "
+                'buffers="average" to share their average, buffers="ignore" to keep them local, or use a '
+                "layer without running statistics"
+            )
         else:
             choice = str(wanted) if kind == "statistics" or wanted in ("ignore", "first") else "first"
         named.update(names)
@@ -153,12 +155,8 @@ def choose_buffers(model: torch.nn.Module, wanted: Buffers) -> BufferChoices:
 
 def check_choices(wanted: Buffers) -> None:
     """Raise ConfigError for a choice that does not exist."""
-    given = (
-        [("buffers", wanted)]
-        if isinstance(wanted, str)
-        else [(f"buffers[{p!r}]", c) for p, c in wanted.items()]
-    )
-    for place, choice in given:
+    given = {"buffers": wanted} if isinstance(wanted, str) else {f"buffers[{p!r}]": wanted[p] for p in wanted}
+    for place, choice in given.items():
         if choice not in CHOICES and not (place == "buffers" and choice == "refuse"):
             raise ConfigError(
                 f'{place} is {choice!r}: it must be "average", "first" or "ignore", for all statistics, or '
@@ -172,17 +170,14 @@ def _is_statistic(name: str) -> bool:
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
     """Yield each buffer and each frozen parameter with all its names."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    names: dict[torch.Tensor, list[str]] = {}  # tensors are hashed by identity
     for name, tensor in [
         *model.named_buffers(remove_duplicate=False),
         *model.named_parameters(remove_duplicate=False),
     ]:
         if not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
-    for key, tensor in tensors.items():
-        yield names[key], tensor
+            names.setdefault(tensor, []).append(name)
+    yield from ((own, tensor) for tensor, own in names.items())
 
 
 def _kinds(model: torch.nn.Module) -> dict[str, str]:
@@ -203,14 +198,6 @@ def _kinds(model: torch.nn.Module) -> dict[str, str]:
                 own += [f"{hook.name}_u", f"{hook.name}_v"]
         kinds |= {prefix + name: "vectors" for name in own}
     return kinds
-
-
-def _refusal(name: str) -> ConfigError:
-    return ConfigError(
-        f"forward changes the buffer {name!r} differently on every replica: pass "
-        'buffers="average" to share their average, buffers="ignore" to keep them local, or use a layer '
-        "without running statistics"
-    )
 
 
 def _check(name: str, tensor: torch.Tensor, choice: str) -> None:
@@ -259,7 +246,8 @@ class _Mark:
         if self.shape != other.shape or self.sample.shape != other.sample.shape:
             return True
         written = self.version != other.version and not self.is_whole
-        return written or not torch.equal(_bits(self.sample), _bits(other.sample))
+        # Compare bits: a NaN equals no NaN.
+        return written or not torch.equal(self.sample.view(torch.uint8), other.sample.view(torch.uint8))
 
 
 class BufferWatch:
@@ -283,12 +271,9 @@ class BufferWatch:
         """Remember the values before a forward."""
         self._marks.clear()
         if self._checked & (self._checked + 1) == 0:
-            self._remember()
-
-    @torch.no_grad()
-    def _remember(self) -> None:
-        self._marks = {name: _Mark.of(tensor) for name, tensor in self._watched()}
-        self._trainable = self._versions()
+            with torch.no_grad():
+                self._marks = {name: _Mark.of(tensor) for name, tensor in self._watched()}
+            self._trainable = self._versions()
 
     def check(self) -> None:
         """Raise ConfigError if a tensor has changed since ``begin``, except where the user loaded a state."""
@@ -296,16 +281,11 @@ class BufferWatch:
             return
         self._checked += 1
         marks, self._marks = self._marks, {}
-        if marks:
-            self._compare(marks)
-
-    @torch.no_grad()
-    def _compare(self, marks: dict[str, _Mark]) -> None:
-        changed = [
-            name
-            for name, tensor in self._watched()
-            if name in marks and marks[name].differs(_Mark.of(tensor))
-        ]
+        if not marks:
+            return
+        with torch.no_grad():
+            watched = ((name, tensor) for name, tensor in self._watched() if name in marks)
+            changed = [name for name, tensor in watched if marks[name].differs(_Mark.of(tensor))]
         if changed:
             first = changed[0]
             raise ConfigError(
@@ -321,24 +301,14 @@ class BufferWatch:
             frozen = {k: p for k, p in module._parameters.items() if p is not None and not p.requires_grad}  # noqa: SLF001
             for key, tensor in {**kept, **frozen}.items():
                 name = f"{place}.{key}" if place else key
-                if (
-                    tensor is not None
-                    and name not in self._named
-                    and (
-                        tensor.layout == torch.strided
-                        and not tensor.is_quantized
-                        and tensor.device.type != "meta"
-                    )
-                ):
+                if tensor is None or name in self._named or tensor.is_quantized:
+                    continue
+                if tensor.layout == torch.strided and tensor.device.type != "meta":
                     yield name, tensor
 
     def _versions(self) -> list[tuple[int, int]]:
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         return [(p.data_ptr(), p._version) for p in trainable if not hasattr(p, "to_local")]  # noqa: SLF001
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
 
 
 _PREFIX = "buffer:"
@@ -509,21 +479,17 @@ class ForwardBuffers:
         if weight > 0:
             self.watch.check()
             self.attributes.check()
-        if self._carried or self.rank_means is not None:
-            self._contribute(weight, scale)
-
-    @torch.no_grad()
-    def _contribute(self, weight: float, scale: float) -> None:
-        for x in self._carried:
-            x.take_back()
-        self._places = self._addresses()
-        if weight == 0 and self.rank_means is None:
+        if not self._carried and self.rank_means is None:
             return
-        self._weight += weight
-        for x in self._carried:
-            x.contribute(self._weight, scale)
-        if self.rank_means is not None:
-            self.rank_means.take(self.stand_ins)
+        with torch.no_grad():
+            for x in self._carried:
+                x.take_back()
+            self._places = self._addresses()
+            self._weight += weight
+            for x in self._carried if weight or self.rank_means is not None else ():
+                x.contribute(self._weight, scale)
+            if self.rank_means is not None:
+                self.rank_means.take(self.stand_ins)
 
     def commit(self, total_weight: float) -> None:
         """Write the committed values, which the stand-ins hold, into the buffers."""
@@ -546,17 +512,6 @@ class ForwardBuffers:
         self._weight = 0.0
 
 
-# State of each replica's own, such as its data loader's: ``attach(..., local_state=)``.
-#
-# The states travel with the gradients. A stand-in parameter has a row of bytes for each data slot. In a step
-# a replica fills the row of its slot, and the sum over the replicas has the rows of all. So a step commits
-# its gradient and its states together, and a replay of the gradient brings the states too. The rows are part
-# of the shared state, where a replica that takes a slot over finds the slot's newest state.
-#
-# A state is compressed. Each number of the stand-in parameter carries two bytes of it. 65,535 survives the
-# division by the weight and the multiplication after it.
-
-
 # Bytes of a row: for a state with up to _WORKERS loader workers, and for each worker beyond.
 ROW_BYTES, WORKER_BYTES, _WORKERS = 64 * 1024, 16 * 1024, 4
 _LENGTH_BYTES = 4
@@ -565,7 +520,17 @@ _STATES = "local_state"  # among the objects of the shared state
 
 
 class ReplicaStates:
-    """The states of ``objects`` in data slot ``slot`` of ``slots``. Without objects it does nothing."""
+    """The states of ``objects`` in data slot ``slot`` of ``slots``. Without objects it does nothing.
+
+    They are states of each replica's own, such as its data loader's: ``attach(..., local_state=)``. They
+    travel with the gradients. A stand-in parameter has a row of bytes for each data slot. In a step a replica
+    fills the row of its slot, and the sum over the replicas has the rows of all. So a step commits its
+    gradient and its states together, and a replay of the gradient brings the states too. The rows are part
+    of the shared state, where a replica that takes a slot over finds the slot's newest state.
+
+    A state is compressed. Each number of the stand-in parameter carries two bytes of it. 65,535 survives the
+    division by the weight and the multiplication after it.
+    """
 
     def __init__(self, objects: Mapping[str, Any], slot: int, slots: int, device: torch.device) -> None:
         for name, value in objects.items():

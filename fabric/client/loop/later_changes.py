@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, inside, made_from, names_read, stores
 from fabric.client.loop.unshared_objects import OptimizerWatch, belongs
 from fabric.client.loop.user_functions import (
+    RunningSource,
     UserFunction,
     attributes_of,
     callee,
@@ -49,38 +49,22 @@ _LATE = "(late)"  # a name that no source has
 _ALL = ("parameters", "named_parameters", "modules", "children", "named_children", "values", "items")
 
 
-@dataclass(frozen=True, slots=True)
-class RunningSource:
-    """A piece of the user's source that runs now, with the objects of its names."""
+def made_each_pass(source: RunningSource) -> Iterator[tuple[ast.Assign, Any]]:
+    """Yield each assignment of an object that a class or function makes in each pass, and the object.
 
-    node: ast.AST
-    values: Mapping[str, Any]
-    file: str
-
-    def place(self, node: ast.stmt | ast.expr) -> str:
-        """Return the place of a part for a sentence."""
-        return f"{self.file}:{node.lineno}"
-
-    def value(self, node: ast.expr) -> Any:
-        """Return the object of an expression, or None."""
-        return node.value if isinstance(node, ast.Constant) else value_of(self.values, dotted(node))
-
-    def made(self) -> Iterator[tuple[ast.Assign, Any]]:
-        """Yield each assignment of an object that a class or function makes in each pass, and the object.
-
-        A loop that chooses its passes, as one that goes to one fold, has none.
-        """
-        if isinstance(self.node, LOOPS) and _chooses(self.node):
-            return
-        branches = [x for x in ast.walk(self.node) if isinstance(x, ast.If | ast.Match | ast.ExceptHandler)]
-        at_times = {y for x in branches for y in ast.walk(x)}
-        for x in (y for y in ast.walk(self.node) if y not in at_times):
-            if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call):
-                maker = callee(self.values, dotted(x.value.func))
-                for name in stores(x.targets):
-                    value = value_of(self.values, name)
-                    if value is not None and makes(maker, type(value)):
-                        yield x, value
+    A loop that chooses its passes, as one that goes to one fold, has none.
+    """
+    if isinstance(source.node, LOOPS) and _chooses(source.node):
+        return
+    branches = [x for x in ast.walk(source.node) if isinstance(x, ast.If | ast.Match | ast.ExceptHandler)]
+    at_times = {y for x in branches for y in ast.walk(x)}
+    for x in (y for y in ast.walk(source.node) if y not in at_times):
+        if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call):
+            maker = callee(source.values, dotted(x.value.func))
+            for name in stores(x.targets):
+                value = value_of(source.values, name)
+                if value is not None and makes(maker, type(value)):
+                    yield x, value
 
 
 def repeated(frame: FrameType | None) -> Iterator[list[RunningSource]]:
@@ -92,16 +76,15 @@ def repeated(frame: FrameType | None) -> Iterator[list[RunningSource]]:
     loops = {id(x): around for x, around in loops_around(frame)}
     within: list[RunningSource] = []
     for x in _frames_since_fork(frame):
-        code, values = x.f_code, {**x.f_globals, **x.f_locals}
-        file = Path(code.co_filename).name
-        around = [loop for loop in loops.get(id(x), ()) if not _runs_once(loop, values)]
-        if around:
-            source = RunningSource(around[0], values, file)
+        around = (RunningSource.of(x, loop) for loop in loops.get(id(x), ()))
+        source = next((y for y in around if not _runs_once(y)), None)
+        if source is not None:
             calls_each = isinstance(source.node, ast.For) and not _chooses(source.node, x.f_lineno)
             yield [source, *(within if calls_each else ())]
+        code = x.f_code
         if is_of_user(code.co_filename) and code.co_flags & inspect.CO_NEWLOCALS:
             node = functions_of(code.co_filename).get(code.co_firstlineno)
-            within += [RunningSource(node, values, file)] if node is not None else []
+            within += [RunningSource.of(x, node)] if node is not None else []
 
 
 def _frames_since_fork(frame: FrameType | None) -> list[FrameType]:
@@ -136,7 +119,7 @@ def refuse_later_changes(frame: FrameType | None, model: torch.nn.Module, watch:
             if not belongs(optimizer, optimizers):
                 watch.refuse(optimizer, lasts=True)
         for source in sources:
-            for statement, value in source.made():
+            for statement, value in made_each_pass(source):
                 if any(value is x for x in optimizers) or _trains(value, optimizers):
                     raise ConfigError(
                         f"{source.place(statement)} makes a new {type(value).__name__} in each pass of a "
@@ -205,21 +188,22 @@ def _chooses(loop: ast.stmt, line: int = 0) -> bool:
     return any(x.lineno <= line <= (x.end_lineno or 0) or leaves.intersection(ast.walk(x)) for x in tests)
 
 
-def _runs_once(loop: ast.For | ast.AsyncFor | ast.While, values: Mapping[str, Any]) -> bool:
+def _runs_once(source: RunningSource) -> bool:
     """Whether a loop has one pass: it goes over one thing, or ends its pass by ``break`` or ``return``."""
+    loop = source.node
     for node, is_own in inside(loop):
         if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and is_own):
             branches = (x for x in ast.walk(loop) if isinstance(x, ast.If | ast.Match | ast.ExceptHandler))
             if not any(node in ast.walk(x) for x in branches):
                 return True
-    if isinstance(loop, ast.While):
+    if not isinstance(loop, ast.For | ast.AsyncFor):
         return False
     over = loop.iter
     if isinstance(over, ast.List | ast.Tuple):
         return len(over.elts) == 1
     if isinstance(over, ast.Call) and called(over) == "range" and len(over.args) == 1:
-        return bool(RunningSource(loop, values, "").value(over.args[0]) == 1)
-    given = value_of(values, dotted(over))
+        return bool(source.value(over.args[0]) == 1)
+    given = value_of(source.values, dotted(over))
     return isinstance(given, list | tuple | dict) and len(given) == 1
 
 
@@ -255,7 +239,10 @@ class _States:
         for x in ast.walk(source.node):
             target, value = _sets_state(x)
             if target is not None and value is not None:
-                states = [state for thing in _things(source, target) for state in self._of(thing)]
+                things = _things(source, target)
+                parts = [list(x.parameters() if isinstance(x, torch.nn.Module) else [x]) for x in things]
+                of_model = [own for own in parts if any(id(p) in self.parameters for p in own)]
+                states = [p.requires_grad for own in of_model for p in own]
                 given = source.value(value)
                 is_late = x in under or bool(names_read(value) & changing)
                 wants = not all(states) if names_read(value) & changing or given is None else bool(given)
@@ -264,11 +251,6 @@ class _States:
             elif isinstance(x, ast.Call) and depth < _DEPTH and dotted(x.func):
                 for inner, late in _entered(source, x, x in under, changing):
                     yield from ((x, wants, later) for _, wants, later in self._sets(inner, late, depth + 1))
-
-    def _of(self, thing: Any) -> list[bool]:
-        """Return whether the parameters of a module of the model, or a parameter, require gradients."""
-        parts = list(thing.parameters() if isinstance(thing, torch.nn.Module) else [thing])
-        return [x.requires_grad for x in parts] if any(id(x) in self.parameters for x in parts) else []
 
 
 def _entered(

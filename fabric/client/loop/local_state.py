@@ -17,7 +17,7 @@ from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.data.randomness import UpdateRandomness
 from fabric.client.gradients.bucket_stream import StaleGradients
 from fabric.client.gradients.gradient_backend import HostBackend
-from fabric.client.state.mutation_guard import small_entries, tensor_entries
+from fabric.client.state.mutation_guard import MutationGuard, small_entries, tensor_entries
 from fabric.errors import IntegrityError, SessionOver
 from fabric.model import DataPlan, SnapshotRef
 from fabric.protocol.messages import member_events as io
@@ -123,21 +123,17 @@ class LocalState:
                 **({"layout": lanes.layout_name} if lanes is not None else {}),
             )
 
-    def _digests_in_background(self, wanted: bool) -> bool:
-        """Whether to digest while forward and backward run: not during catch-up."""
-        takes_part = self._engine.generation > 0 and self._engine.epoch > 0
-        takes_part = takes_part and not self._progress.behind
-        return wanted and self._digests and takes_part and self._content is None
-
     # --- the step boundary ------------------------------------------------------------------------
 
     def reach_boundary(self) -> tuple[str, bool]:
         """Digest and snapshot the state if due; return the digest, and whether the digest comes later."""
         wanted, self.digest_wanted = self.digest_wanted, False
-        later = self._digests_in_background(wanted)
+        step, parts, in_job = self._progress.state_step, self._parts, self._engine.generation > 0
+        # Digest while forward and backward run, but not during catch-up.
+        takes_part = in_job and self._engine.epoch > 0 and not self._progress.behind
+        later = wanted and self._digests and takes_part and self._content is None
         digest, copied = "" if later else self.digest_if(wanted), False
-        step, parts = self._progress.state_step, self._parts
-        if self._engine.generation > 0:
+        if in_job:
             durable = parts.durable.is_due(step, self._engine.current)
             if durable or parts.snapshots.is_due(step, parts.snapshot_worker.submit):
                 copied = self.snapshot_by_policy(durable, digest)
@@ -164,17 +160,14 @@ class LocalState:
         if self._process.group is not None or self._content is not None:
             return numbers
         step = self._progress.state_step
-        view = self._parts.snapshots.digests.take_view(step) or self.describer.capture(step)
-        return (*numbers, *tensor_entries(self.describer.objects, view))
+        guard = self._parts.snapshots.digests.take_guard(step)
+        guard = guard or MutationGuard(self.describer.capture(step))
+        return (*numbers, *tensor_entries(self.describer.objects, guard))
 
     def hand_over(self) -> int:
         """Note that user code runs from now on, beside a copy or digest of the state; return its step."""
         self._parts.snapshots.expose()
         return self._progress.state_step
-
-    def settle(self) -> None:
-        """Let a complete snapshot be served, after user code. Raises StateError, see ``Snapshots.settle``."""
-        self._parts.snapshots.settle()
 
     def wait_changeable(self) -> None:
         """Return when the state may change. Raises StateError, see ``Snapshots.wait_copied``."""
@@ -293,5 +286,4 @@ class Handover:
 
 
 def optimizers_in(objects: Iterable[object]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of the shared state."""
     return [x for x in objects if isinstance(x, torch.optim.Optimizer)]

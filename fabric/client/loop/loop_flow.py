@@ -62,7 +62,7 @@ def _is_converted(node: ast.stmt) -> bool:
         return False
     value = node.value
     while (
-        isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and called(value) in _CONVERTS
+        isinstance(value, ast.Call) and called(value) in _CONVERTS and isinstance(value.func, ast.Attribute)
     ):
         value = value.func.value
     return isinstance(value, ast.Name) and ast.unparse(node.targets[0]) == value.id
@@ -157,7 +157,6 @@ def _in_gradient(node: ast.expr) -> bool:
 
 
 def loads_weights(node: ast.AST) -> bool:
-    """Return whether a node calls ``load_state_dict``."""
     return isinstance(node, ast.Call) and called(node) == "load_state_dict"
 
 
@@ -194,11 +193,9 @@ def ends_by(
         if isinstance(loop, ast.While) and (names_read(loop.test) & made or judges(loop.test)):
             return loop.lineno
         for node, is_own in inside(loop):
-            if (
-                not isinstance(node, ast.If)
-                or not (names_read(node.test) & made or judges(node.test))
-                or _asks_for_health(node.test)
-            ):
+            if not isinstance(node, ast.If) or not (names_read(node.test) & made or judges(node.test)):
+                continue
+            if any(isinstance(x, ast.Call) and called(x) in _OF_HEALTH for x in ast.walk(node.test)):
                 continue
             for end, is_of_if in inside(node):
                 if isinstance(end, ast.Return) or (is_own and is_of_if and isinstance(end, ast.Break)):
@@ -212,10 +209,6 @@ def inside(node: ast.AST, is_own: bool = True) -> Iterator[tuple[ast.AST, bool]]
         if not isinstance(child, SCOPES):
             yield child, is_own
             yield from inside(child, is_own and not isinstance(child, LOOPS))
-
-
-def _asks_for_health(test: ast.expr) -> bool:
-    return any(isinstance(x, ast.Call) and called(x) in _OF_HEALTH for x in ast.walk(test))
 
 
 def _put_into(node: ast.AST) -> Iterator[tuple[str, set[str]]]:

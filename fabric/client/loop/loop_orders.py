@@ -115,11 +115,6 @@ class LoopOrders:
         self._rank = rank
         self._has_begun = False  # whether this process has said where it begins
 
-    def answer(self, event: io.Event) -> LoopOrder:
-        """Post ``event``, and return the next order that concerns the user's loop."""
-        self._engine.post(event)
-        return self.next()
-
     def at_boundary(self, ready: Callable[[], io.Event]) -> LoopOrder | io.Install:
         """Answer with the event of ``ready``, or load the held state; return the next order for the loop.
 

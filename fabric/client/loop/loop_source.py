@@ -12,7 +12,6 @@ import inspect
 import linecache
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -34,6 +33,7 @@ from fabric.client.loop.loop_flow import (
     stores,
 )
 from fabric.client.loop.user_functions import (
+    RunningSource,
     changed_in_place,
     kept_by_calls,
     kept_by_loop,
@@ -71,19 +71,19 @@ def check_source(frame: FrameType | None, shared: Iterable[object]) -> None:
         if code.co_flags & inspect.CO_GENERATOR and _passes_on(source, caller.f_lineno):
             caller = caller.f_back
             continue
+        tree, loop = _loop_at(source, caller.f_lineno)
+        if tree is None or loop is None:
+            return
+        here, shared = RunningSource.of(caller, loop), list(shared)
         bound = {*caller.f_globals, *dir(builtins)} - {*code.co_varnames, *code.co_cellvars}
-        file = Path(code.co_filename).name
         for name, line in unbound_names(source, caller.f_lineno, bound | set(caller.f_locals)):
             raise ConfigError(
-                f"{file}:{line} reads {name}, which only the loop over the "
+                f"{here.file}:{line} reads {name}, which only the loop over the "
                 "micro-batches sets, and a joining replica's first step has no micro-batches: use "
                 f"step.metrics, set {name} before the loops, or read it under `if step.contributed:`"
             )
-        shared = list(shared)
-        _refuse(caller, carried_names(source, caller.f_lineno), shared)
-        tree, loop = _loop_at(source, caller.f_lineno)
-        if tree is not None and loop is not None:
-            _refuse_kept(caller, tree, loop, shared)
+        _refuse(here, carried_names(source, caller.f_lineno), shared)
+        _refuse_kept(here, tree, loop, shared)
         return
 
 
@@ -98,9 +98,9 @@ def check_exchange_loop(frame: FrameType | None, shared: Iterable[object]) -> No
     if tree is not None and loops:
         carried: dict[str, int] = {}
         carry(loops[:1], set(), carried)
-        _refuse(caller, _that_train(tree, loops, carried), shared)
-        values = {**caller.f_globals, **caller.f_locals}
-        for loader in (values.get(name) for name in names_read(loops[0])):
+        here = RunningSource.of(caller, loops[0])
+        _refuse(here, _that_train(tree, loops, carried), shared)
+        for loader in (here.values.get(name) for name in names_read(loops[0])):
             if isinstance(loader, torch.utils.data.DataLoader):
                 refuse_memory(loader.collate_fn, loader.dataset)
 
@@ -117,37 +117,33 @@ def refuse_memory(collate: object, dataset: object) -> None:
         )
 
 
-def _refuse(caller: FrameType, names: Iterable[tuple[str, int]], shared: Iterable[object]) -> None:
-    values = {**caller.f_globals, **caller.f_locals}
+def _refuse(here: RunningSource, names: Iterable[tuple[str, int]], shared: Iterable[object]) -> None:
     held = {id(x) for x in shared if not isinstance(x, torch.nn.Module)}
     for name, line in names:
         thing, _, rest = name.partition(".")
-        value = values.get(thing)
+        value = here.values.get(thing)
         while rest and id(value) not in held and rest not in getattr(value, "_buffers", {}):
             thing, _, rest = rest.partition(".")
             value = getattr(value, "__dict__", {}).get(thing)
-        if rest:
-            continue
-        file = Path(caller.f_code.co_filename).name
-        raise ConfigError(
-            f"the training depends on {name}, which {file}:{line} carries from step to step, and a replica "
-            f"that joins begins with another {name}: make it from session.committed_step, or keep it in a "
-            "dict that attach(..., state=) names"
-        )
+        if not rest:
+            raise ConfigError(
+                f"the training depends on {name}, which {here.file}:{line} carries from step to step, and a "
+                f"replica that joins begins with another {name}: make it from session.committed_step, or "
+                "keep it in a dict that attach(..., state=) names"
+            )
 
 
-def _refuse_kept(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequence[Any]) -> None:
+def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequence[Any]) -> None:
     """Raise ConfigError for what the loop trains by and keeps in place, or a function that it calls."""
-    values, place = {**caller.f_globals, **caller.f_locals}, Path(caller.f_code.co_filename).name
-    step = _step_name(loop.target, loop.iter)
+    values, step = here.values, _step_name(loop.target, loop.iter)
     if not step:
         return
-    _refuse_judged(caller, tree, loop, shared)
+    _refuse_judged(here, tree, loop, shared)
     for name, line in _numbers(loop, step).items():
         if moves_training(loop, made_from(loop, {name}, parts=True)):
             raise ConfigError(
-                f"the training depends on {name} ({place}:{line}), which goes by the micro-batches of one "
-                "replica, and replicas have different ones: put it into the data set of session.loader"
+                f"the training depends on {name} ({here.file}:{line}), which goes by the micro-batches of "
+                "one replica, and replicas have different ones: put it into the data set of session.loader"
             )
     parts = list(_shared_parts(shared))
     held, memory = {id(x) for x in parts}, {x.data_ptr() for x in parts if isinstance(x, torch.Tensor)}
@@ -158,15 +154,15 @@ def _refuse_kept(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequen
         is_shared = is_shared or (isinstance(value, torch.Tensor) and value.data_ptr() in memory)
         if isinstance(value, Iterator):
             raise ConfigError(
-                f"the training reads {name}, an iterator that {place}:{line} moves on, and each replica "
+                f"the training reads {name}, an iterator that {here.file}:{line} moves on, and each replica "
                 "moves its own: put what it gives into the data set of session.loader"
             )
         is_kept = isinstance(value, torch.Tensor | np.ndarray | list | dict | deque)
         if (is_kept or (value is None and name in values)) and not is_shared:
             raise ConfigError(
-                f"the training depends on {name}, which {place}:{line} changes from step to step, and each "
-                "replica changes its own: make it from the batch, or from step.metrics and keep it in a dict "
-                "that attach(..., state=) names"
+                f"the training depends on {name}, which {here.file}:{line} changes from step to step, and "
+                "each replica changes its own: make it from the batch, or from step.metrics and keep it in a "
+                "dict that attach(..., state=) names"
             )
     kept = kept_by_loop(loop, values, held)
     if kept:
@@ -176,18 +172,17 @@ def _refuse_kept(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequen
         )
 
 
-def _refuse_judged(caller: FrameType, tree: ast.AST, loop: ast.For, shared: Sequence[Any]) -> None:
+def _refuse_judged(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequence[Any]) -> None:
     """Raise ConfigError for carried names that change a module or choose the weights to keep."""
-    values, place = {**caller.f_globals, **caller.f_locals}, Path(caller.f_code.co_filename).name
     carried = _own(tree, _carried(loop, _step_name(loop.target, loop.iter)))
     for name, line in carried.items():
         owner, _, attribute = name.rpartition(".")
-        module = value_of(values, owner) if owner else None
+        module = value_of(here.values, owner) if owner else None
         if isinstance(module, torch.nn.Module) and steers_forward(module, attribute):
-            _refuse(caller, [(name, line)], shared)
+            _refuse(here, [(name, line)], shared)
         for kept, at in kept_weights(tree, loop, {name}):
             raise ConfigError(
-                f"{kept} at {place}:{at} keeps weights by {name}, and a replica that joins has another "
+                f"{kept} at {here.file}:{at} keeps weights by {name}, and a replica that joins has another "
                 f"{name}: save the weights in a file where session.is_writer is true, and keep {name} in a "
                 "dict that attach(..., state=) names"
             )
@@ -346,11 +341,9 @@ class _BareStep:
         test = node.test if isinstance(node, ast.If | ast.While) else node.iter
         self._read(test, quiet)
         if not isinstance(node, ast.If):  # a later pass may read what an earlier one has set
-            self.bound |= set(stores([x for x in ast.walk(node) if self._is_outside(x)]))
+            outside = (x for x in ast.walk(node) if isinstance(x, ast.stmt) and not self._is_inner(x))
+            self.bound |= set(stores(outside))
         self._guarded([node.body, node.orelse], quiet, self.guards(test))
-
-    def _is_outside(self, node: ast.AST) -> bool:
-        return isinstance(node, ast.stmt) and not self._is_inner(node)
 
     def _guarded(self, blocks: Iterable[list[ast.stmt]], quiet: bool, guarded: bool) -> None:
         for statements in blocks:
@@ -407,21 +400,15 @@ class _BareStep:
         plain = {id(x.value) for x in nodes if isinstance(x, ast.Attribute) and x.attr in _PLAIN_USES}
         compared = {id(y) for x in nodes if _is_periodic(x) for y in ast.walk(x)}
         for node in nodes:
-            if isinstance(node, ast.Name) and (
-                node.id in self.answers or (node.id == self.step and id(node) not in plain)
-            ):
-                return True
-            if isinstance(node, ast.Attribute) and node.attr in self.attributes:
-                return True
-            if (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and node.value in self.candidates
-            ):
-                return True
-            if isinstance(node, ast.Call) and called(node) in _LOOKUPS:
-                return True
-            if self._is_count(node) and id(node) not in compared:
+            if isinstance(node, ast.Name):
+                tells = node.id in self.answers or (node.id == self.step and id(node) not in plain)
+            elif isinstance(node, ast.Attribute):
+                tells = node.attr in self.attributes
+            elif isinstance(node, ast.Constant):
+                tells = isinstance(node.value, str) and node.value in self.candidates
+            else:
+                tells = isinstance(node, ast.Call) and called(node) in _LOOKUPS
+            if tells or (self._is_count(node) and id(node) not in compared):
                 return True
         return False
 
@@ -480,13 +467,8 @@ def _own(tree: ast.AST, carried: dict[str, int]) -> dict[str, int]:
 def _loop_at(source: str, line: int) -> tuple[ast.Module | None, ast.For | None]:
     """Return the source's tree, and the one ``for`` statement whose head has this line."""
     tree = parsed(source)
-    if tree is None:
-        return None, None
-    loops = [
-        x
-        for x in ast.walk(tree)
-        if isinstance(x, ast.For) and x.lineno <= line <= (x.iter.end_lineno or x.lineno)
-    ]
+    loops = [x for x in ast.walk(tree) if isinstance(x, ast.For)] if tree is not None else []
+    loops = [x for x in loops if x.lineno <= line <= (x.iter.end_lineno or x.lineno)]
     return tree, loops[0] if len(loops) == 1 else None
 
 

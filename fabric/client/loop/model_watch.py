@@ -52,7 +52,8 @@ def accept_optimizers(
     for name, optimizer in optimizers.items():
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         outside += [p for p in held if p.requires_grad and id(p) not in inside]
-        shared = _memory_of(state.values()) if outside else set()
+        states = [with_state(x).state_dict() for x in state.values()] if outside else []
+        shared = {tensor.data_ptr() for tensor in tensors_in(states)}
         lost = next((p for p in outside if p.data_ptr() not in shared), None)
         if lost is not None:
             raise ConfigError(
@@ -62,11 +63,6 @@ def accept_optimizers(
             )
         remember(optimizer, model.named_parameters())
     return outside
-
-
-def _memory_of(values: Iterable[Any]) -> set[int]:
-    """Return the addresses of the tensors in the states of these objects."""
-    return {tensor.data_ptr() for value in values for tensor in tensors_in(with_state(value).state_dict())}
 
 
 class ModelWatch:
@@ -89,8 +85,15 @@ class ModelWatch:
         self._scaled = False
         self._outside = outside  # parameters of the optimizers that are not in the model
         self._attached = [(name, p, p.shape, p.dtype) for name, p in parameters]
-        # The dicts, generators and objects of a script's own class among the shared state.
-        self._kept = {name: x for name, x in (shared or {}).items() if _is_of_script(x)}
+        # The dicts, generators and objects of a script's own class among the shared state: micro-batches may
+        # leave these changed, unseen by other checks.
+        own = {name: type(x).__module__.partition(".")[0] for name, x in (shared or {}).items()}
+        self._kept = {
+            name: x
+            for name, x in (shared or {}).items()
+            if isinstance(x, SharedDict | SharedGenerator)
+            or (own[name] not in ("torch", "fabric") and not isinstance(x, torch.nn.Module))
+        }
         self._digests: dict[str, str] = {}
 
     def begin(self) -> None:
@@ -116,7 +119,6 @@ class ModelWatch:
             self.others.advice = words.get(MORE_OPTIMIZERS, MORE_OPTIMIZERS)
 
     def end(self) -> None:
-        """The training is over."""
         if self.others is not None:
             self.others.end()
 
@@ -177,12 +179,6 @@ class ModelWatch:
                 raise _changed(name, "was replaced by another tensor")
         if now:
             raise _changed(next(iter(now)), "was added or unfrozen")
-
-
-def _is_of_script(value: object) -> bool:
-    """Whether micro-batches may leave an object of ``state=`` changed, unseen by other checks."""
-    own = type(value).__module__.partition(".")[0] not in ("torch", "fabric")
-    return isinstance(value, SharedDict | SharedGenerator) or (own and not isinstance(value, torch.nn.Module))
 
 
 def _changed(name: str, what: str) -> StateError:

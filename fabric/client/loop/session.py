@@ -312,7 +312,7 @@ class Session(LoopCalls):
             check_exchange_loop(inspect.currentframe(), self._state.describer.objects.values())
             self.start_exchanges({"loop": "exchange"})
         has_data, handed_over = self.take_drawn(), self._parts.own_states.handed_over
-        for _, parameter in self._state.gradients.parameters:
+        for _, parameter in self._state.gradients.parameters if weight != 1.0 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(weight)
         order = self.reach_boundary()
@@ -348,7 +348,8 @@ class Session(LoopCalls):
 
     def reach_boundary(self) -> LoopOrder:
         """Announce that the state is at a step boundary, and return the order for the next step."""
-        return self.orders.answer(self._ready())
+        self._engine.post(self._ready())
+        return self.orders.next()
 
     def contribute(self, order: io.Compute, weight: float) -> None:
         """Hand over ``.grad`` with this weight, without a wait. Without a ``.grad`` the weight is 0."""
@@ -447,7 +448,7 @@ class Session(LoopCalls):
             )
         except StorageUnavailable as error:
             self._shutdown.leave(str(error), 75)
-        self._shutdown.watch_notice()
+        self._shutdown.notice.begin()
 
     def _ready(self) -> io.Ready:
         """Return the event that the state is at a step boundary: after an update, or at the start."""
@@ -471,7 +472,7 @@ class Session(LoopCalls):
         redo = self.overlap.end_order(weight)
         self._parts.exchange.backend.mark_ready()
         self._engine.post(io.Computed(order.step, order.micro_batches, weight, metrics, redo))
-        self._state.settle()
+        self._parts.snapshots.settle()
 
     def _end_step(self, step: Step, order: LoopOrder | None) -> None:
         """Put the committed gradient into ``.grad`` and hand over to the user's update code."""
@@ -487,7 +488,11 @@ class Session(LoopCalls):
             self._parts.points.hit("replay", order.step)
             held = self._parts.fetch_thread.as_prepared()
             self._replay.begin()
-        self._journal_commit(order, held, replay=order.prepared is None)
+        if self._parts.journal.on:
+            times = {name: getattr(self._clock, name) for name in ("compute_s", "optimizer_s", "wait_s")}
+            times["exchange_s"] = self._parts.exchange.seconds
+            has_samples = self._data.until > 0 or self._sampler is not None
+            self._parts.journal.commit(order, held, self._plan.micro_batches if has_samples else 0, times)
         step.skipped = self.handover.give(order, held)
         self._data.present(order.step, [i for _, ids in held.contributions for i in ids])
         self._progress.state_step = order.step + 1
@@ -498,21 +503,6 @@ class Session(LoopCalls):
         has_loss = "loss" in step.metrics and held.weight > 0
         self._clock.loss = f"{step.metrics['loss'] / held.weight:.4g}" if has_loss else ""
         self._clock.lap()
-
-    def _journal_commit(self, order: io.Apply, held: io.PreparedRound, replay: bool) -> None:
-        if not self._parts.journal.on:
-            return
-        times = {name: getattr(self._clock, name) for name in ("compute_s", "optimizer_s", "wait_s")}
-        times["exchange_s"] = self._parts.exchange.seconds
-        has_samples = self._data.until > 0 or self._sampler is not None
-        self._parts.journal.commit(
-            held,
-            self._plan.micro_batches if has_samples else 0,
-            times,
-            generation=order.generation,
-            contributed=order.contributed,
-            replay=replay,
-        )
 
 
 class SoloSession(LoopCalls):
@@ -550,12 +540,10 @@ class SoloSession(LoopCalls):
         return capture(self._objects, self.committed_step).digest()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """As Session.batches."""
         while True:
             yield from loader
 
     def steps(self, data: Loader, until: int, first_step: int | None = None) -> Iterator[Step]:
-        """As Session.steps."""
         if not self._data.until:  # the first call
             check_source(inspect.currentframe(), self._objects.values())
         self._data.enter(data, until, first_step)
@@ -566,7 +554,6 @@ class SoloSession(LoopCalls):
             step.check_ended()
 
     def run_step(self, step: Step) -> Iterator[Any]:
-        """As Session.run_step."""
         loader, at = self._data.loader, step.number - self._data.first_step
         plan = loader.plan
         filled = plan.with_samples(at, range(plan.micro_batches))
@@ -583,7 +570,6 @@ class SoloSession(LoopCalls):
         self._end(step, skipped)
 
     def run_backward(self, step: int, weight: float, run: Callable[[], None]) -> None:
-        """As Session.run_backward."""
         self.stale.begin(step)
         run()
         self.stale.added()

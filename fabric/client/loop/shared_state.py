@@ -64,11 +64,9 @@ class SharedDict:
         self._values = values
 
     def state_dict(self) -> dict[Any, Any]:
-        """Return the dict as it is now."""
         return self._values
 
     def load_state_dict(self, state: Mapping[Any, Any]) -> None:
-        """Put the content of ``state`` into the dict."""
         put(self._values, dict(state))  # ``state`` may be the dict itself
 
 
@@ -79,11 +77,9 @@ class SharedGenerator:
         self._generator = generator
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the generator's state."""
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Let the generator go on as the one whose state this is."""
         self._generator.set_state(state["generator"].cpu())
 
 
@@ -95,11 +91,9 @@ class WithoutBuffers:
         self._names = names
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The module's own parameters."""
         return self._model.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the module's own state, less the local buffers."""
         return {k: v for k, v in self._model.state_dict().items() if k not in self._names}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -87,11 +87,6 @@ _MOST_SAMPLES = 32
 _MOST_CHARACTERS = 200
 
 
-def is_device_fault(error: BaseException) -> bool:
-    """Whether the error is a failure of the device, not of the program: then only this replica dies."""
-    return isinstance(error, torch.AcceleratorError)
-
-
 def describe(error: BaseException, at: tuple[int, int] | None, samples: Iterable[int]) -> str:
     """Return the exception in one line. ``at``: the step and micro-batch at which it was raised."""
     lines = str(error).strip().splitlines()
@@ -167,7 +162,7 @@ class Shutdown:
         self._unheard: JobEnd | None = None  # the job's end, where no lighthouse knows of this end yet
         self._pid = os.getpid()
         self._cell_step = -1  # the step at which a notebook's cell ended last
-        self._notice = NoticeWatch(engine.call_soon, self._on_notice, self._on_time_over)
+        self.notice = NoticeWatch(engine.call_soon, self._on_notice, self._on_time_over)
         self.words: dict[str, str] = {}  # words of sentences -> those of the API that an adapter's user calls
         atexit.register(self._on_exit)
 
@@ -187,10 +182,6 @@ class Shutdown:
         excepthook.on_uncaught.append(self._on_uncaught)
         excepthook.on_cell_error.append(self._on_cell_error)
         excepthook.on_cell_end.append(self._on_cell_end)
-
-    def watch_notice(self) -> None:
-        """Take SIGTERM as a notice from now on: the engine runs."""
-        self._notice.begin()
 
     def leave(self, reason: str, code: int = FINISHED, layout: str = "") -> NoReturn:
         """End this process; print ``reason``, one sentence. ``layout``: order it from the launcher."""
@@ -260,7 +251,7 @@ class Shutdown:
         """
         if not isinstance(error, Exception):
             return
-        if is_device_fault(error):
+        if isinstance(error, torch.AcceleratorError):  # the device has failed, not the program
             os._exit(DEVICE_FAILED)
         at = self._progress.at
         samples = self._progress.samples.get(at[1], []) if at is not None else []
@@ -276,7 +267,7 @@ class Shutdown:
                 self.depart(reason)
                 raise SystemExit(RESTART)
             reason += f" (twice at step {self._progress.state_step} of {self._settings.replica})"
-        if self._notice.has_come:
+        if self.notice.has_come:
             # SIGTERM may have ended processes of the loop first, such as those that read its data.
             self._say(f"{reason}, after SIGTERM")
             self.depart(reason)
@@ -324,7 +315,7 @@ class Shutdown:
         os._exit(END_BY_SIGNAL + signal.SIGTERM)
 
     def _watch_no_more(self) -> None:
-        self._notice.end()
+        self.notice.end()
         atexit.unregister(self._on_exit)
         if self._on_uncaught in excepthook.on_uncaught:
             excepthook.on_uncaught.remove(self._on_uncaught)

@@ -5,7 +5,7 @@ follow it.
 """
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,11 +41,6 @@ class TrainingSetup:
     calls_exchange: bool = False  # each replayed gradient takes a run of the whole loop
 
 
-def digest_of_names(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Return a digest of the parameters' names."""
-    return xxhash.xxh3_64_hexdigest("\n".join(name for name, _ in parameters).encode())
-
-
 def stages_of(names: Sequence[str]) -> tuple[int, ...]:
     """Return the pipeline stage of each rank; empty where all ranks are one stage.
 
@@ -56,7 +51,6 @@ def stages_of(names: Sequence[str]) -> tuple[int, ...]:
 
 
 def make_engine(parts: EngineParts) -> Engine:
-    """Make the engine of this rank."""
     process = parts.process
     if process.group is None:
         return Engine(parts)
@@ -108,7 +102,9 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     # A lost host's ranks do not know how large their state is.
     config = replace(config, replay_steps=max(x["replay"] for x in declared))
     state = MemberState(0, setup.step, together([x["digest"] for x in declared]))
-    engine.begin(MemberCore(identity, config, seconds_since_boot(), state, _held_by_all(declared)))
+    # The snapshots that the servers of all ranks still hold, oldest first.
+    held = [SnapshotRef(*x) for x in declared[0]["snapshots"] if all(x in y["snapshots"] for y in declared)]
+    engine.begin(MemberCore(identity, config, seconds_since_boot(), state, tuple(held)))
     if not any(x["holds"] for x in declared):
         # If the replicas' initial states differ, a new job may begin from this snapshot. The snapshot must
         # not overwrite any part of the job's state, whatever its layout.
@@ -128,7 +124,7 @@ def _declare(
         "layout": gradients.layout,
         "digest": setup.digest,
         "part": setup.part,
-        "names": digest_of_names(gradients.parameters),
+        "names": xxhash.xxh3_64_hexdigest("\n".join(name for name, _ in gradients.parameters).encode()),
         "snapshots": [[x.generation, x.step, x.digest] for x in parts.handle.held_by(group.size)],
         "holds": bool(parts.handle.snapshots),
         "replay": _replay_steps(parts, setup),
@@ -138,7 +134,12 @@ def _declare(
 
 def answers_of_rank_0(rows: list[dict[str, Any]], declared: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
     """Let rank 0 tell each rank whom it dials and for whom it speaks; add ``rows`` to ``declared``."""
-    _check_equal_work(rows)
+    for rank, row in enumerate(rows):
+        if row["work"] != rows[0]["work"]:
+            raise ConfigError(
+                f"rank {rank} has other data settings than rank 0, or another step: give attach, "
+                "session.loader and session.steps the same arguments on all ranks of a replica"
+            )
     declared += rows
     parts = len({x["part"] for x in rows})
     answers: list[Mapping[str, Any]] = [{}] * len(rows)
@@ -212,20 +213,3 @@ def _replay_steps(parts: EngineParts, setup: TrainingSetup) -> int:
         return 0
     most = replay_steps(max(parts.handle.sizes, default=0), parts.gradients.nbytes)
     return min(most, 1) if setup.calls_exchange else most
-
-
-def _check_equal_work(declared: list[dict[str, Any]]) -> None:
-    for rank, other in enumerate(declared):
-        if other["work"] != declared[0]["work"]:
-            raise ConfigError(
-                f"rank {rank} has other data settings than rank 0, or another step: give attach, "
-                "session.loader and session.steps the same arguments on all ranks of a replica"
-            )
-
-
-def _held_by_all(declared: list[dict[str, Any]]) -> tuple[SnapshotRef, ...]:
-    """Return the snapshots that the servers of all ranks still hold, oldest first."""
-    others = [[tuple(ref) for ref in x["snapshots"]] for x in declared[1:]]
-    return tuple(
-        SnapshotRef(*ref) for ref in declared[0]["snapshots"] if all(tuple(ref) in held for held in others)
-    )

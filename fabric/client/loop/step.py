@@ -19,12 +19,9 @@ from fabric.model import DataPlan
 if TYPE_CHECKING:
     from fabric.client.loop.session import Session, SoloSession
 
-# Carries infinite and NaN metrics, for which JSON has no number.
-#
-# Sums travel as finite numbers only. A value that is not finite travels as a count, ``nan:loss``, which adds
-# up over members like any other sum. When the user reads the metric, the count becomes infinity or NaN again.
-
-
+# JSON has no infinity and no NaN, so sums of metrics travel as finite numbers only. A value that is not
+# finite travels as a count, ``nan:loss``, which adds up over members like any other sum. When the user reads
+# the metric, the count becomes infinity or NaN again.
 _MARKS = {"nan:": math.nan, "inf:": math.inf, "-inf:": -math.inf}
 
 
@@ -61,7 +58,6 @@ class StepWeight:
         self._work: WorkAmount | None = None  # declared work of the micro-batch under way
 
     def begin(self, samples: int) -> None:
-        """Begin a micro-batch of ``samples`` samples."""
         self.samples, self._share, self._work = samples, None, None
 
     def add(self, weight: float | None, work: float | Iterable[float] | None) -> float:
@@ -90,7 +86,8 @@ class StepWeight:
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> float:
         """Return the weight since the last call. Raises FabricError for a gradient without any weight."""
         order, has_weight = self.so_far, self._is_said
-        if not has_weight and not self._before and any(_has_gradient(p) for p in parameters):
+        left = (p.grad for p in parameters if not has_weight and not self._before)
+        if any(gradient is not None and bool((gradient != 0).any()) for gradient in left):
             raise FabricError(
                 "the micro-batches of this step have left a gradient and no weight: call step.backward(loss) "
                 "in place of loss.backward(), or step.add_weight() after it"
@@ -103,10 +100,6 @@ class StepWeight:
         """Return the work of the micro-batch that has just ended: the declared work, else its ``samples``."""
         declared, self._work = self._work, None
         return declared or WorkAmount(float(samples), 0.0, float(samples))
-
-
-def _has_gradient(parameter: torch.nn.Parameter) -> bool:
-    return parameter.grad is not None and bool((parameter.grad != 0).any())
 
 
 def _amount(work: float | Iterable[float], samples: int) -> WorkAmount:
@@ -182,19 +175,12 @@ class Step:
         return self.weight.add(weight, work)
 
 
-# The data of a loop over ``session.steps``: the loaders of its calls, one after the other.
-#
-# Each call has the steps from the end of the call before to its own ``until``. A loader's order begins at the
-# loader's first step, and goes on where the last call with this loader ended. So all replicas find a step's
-# samples without a word between them, also a newcomer that calls without a step.
-
-
-# Hooks apply the factor around the optimizer's own step and restore the rate exactly, so schedulers never see
-# it. The factor depends on the committed contributions alone, so a replayed step has the same factor.
-
-
 class PresenceFactor:
-    """Set ``factor`` before the user's update code runs; optimizers scale by it in their ``step``."""
+    """Set ``factor`` before the user's update code runs; optimizers scale by it in their ``step``.
+
+    Hooks apply the factor around the optimizer's own step and restore the rate exactly, so schedulers never
+    see it. The factor depends on the committed contributions alone, so a replayed step has the same factor.
+    """
 
     def __init__(self, optimizers: list[Any]) -> None:
         self.factor = 1.0
@@ -224,7 +210,12 @@ class PresenceFactor:
 
 
 class StepData:
-    """The loader of the present call of ``session.steps``, and the steps of this call."""
+    """The loader of the present call of ``session.steps``, and the steps of this call.
+
+    Each call has the steps from the end of the call before to its own ``until``. A loader's order begins at
+    the loader's first step, and goes on where the last call with this loader ended. So all replicas find a
+    step's samples without a word between them, also a newcomer that calls without a step.
+    """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         """``objects``: the shared state, whose optimizers ``scale_lr`` scales."""
@@ -258,7 +249,7 @@ class StepData:
                 f"{self.begin} on: give the step at which this loader's data began"
             )
         if key not in self._loaders:
-            refuse_memory(loader.fetcher.collate, getattr(loader.fetcher, "dataset", None))
+            refuse_memory(loader.fetcher.collate, None if loader.plan.is_stream else loader.fetcher.dataset)
         self._loaders[key] = self.loader = loader
         if loader.scale_lr and self._presence is None:
             self._presence = PresenceFactor(self._optimizers)
@@ -277,7 +268,6 @@ class StepData:
     # --- by the job's steps, which the loader counts from its first one ------------------------------------
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
-        """Return the samples of one micro-batch."""
         return self.loader.samples(step - self.first_step, micro_batch)
 
     def present(self, step: int, counted: Iterable[int]) -> None:
@@ -292,7 +282,6 @@ class StepData:
             self._presence.present(len(present), len(filled))
 
     def close(self) -> None:
-        """End the reading threads of all loaders."""
         for loader in self._loaders.values():
             loader.close()
 

@@ -17,19 +17,19 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, stores
 from fabric.client.loop.user_functions import (
+    RunningSource,
     UserFunction,
     attributes_of,
     callee,
@@ -47,6 +47,7 @@ UNSHARED = ("refuse", "ignore")
 # The search within an object of ``state=`` has a largest depth and a largest number of parts.
 _DEPTH = 6
 _PARTS = 10_000
+_OF_OPTIMIZER = ("state", "param_groups", "defaults")  # they are many, and hold no other optimizer
 # Looks come in pairs: the first steps may have a learning rate of zero, and an average may begin late.
 _FIRST_LOOKS = (3, 30, 300, 3000, 30_000)
 # Each tensor is known by at most so many of its elements, evenly spread.
@@ -88,8 +89,12 @@ class UnsharedWatch:
 
     def _refusal(self) -> ConfigError | None:
         objects = living(LRScheduler, torch.amp.GradScaler, AveragedModel)
-        inside = _parts_of(self._state.values())
-        schedulers = [x for x in objects if isinstance(x, LRScheduler) and self._steers(x)]
+        inside = {id(x) for x in _parts(self._state.values(), _DEPTH, is_state=True)}
+        # A wrapper around an optimizer, such as Accelerate's, returns the inner optimizer's ``param_groups``.
+        groups = {id(x.param_groups) for x in self._optimizers}
+        schedulers = [x for x in objects if isinstance(x, LRScheduler)]
+        steered = [getattr(getattr(x, "optimizer", None), "param_groups", None) for x in schedulers]
+        schedulers = [x for x, own in zip(schedulers, steered, strict=True) if id(own) in groups]
         within = {id(part) for x in schedulers for part in getattr(x, "_schedulers", ())}
         for scheduler in schedulers:
             if id(scheduler) not in within and id(scheduler) not in inside:
@@ -120,37 +125,30 @@ class UnsharedWatch:
     def _count_wrapped(self) -> int:
         return sum(hasattr(x.step, "_wrapped_by_lr_sched") for x in self._optimizers)
 
-    def _steers(self, scheduler: LRScheduler) -> bool:
-        # A wrapper around an optimizer, such as Accelerate's, returns the inner optimizer's ``param_groups``.
-        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
-        return groups is not None and any(groups is x.param_groups for x in self._optimizers)
 
+def _parts(values: Iterable[Any], depth: int = 2, is_state: bool = False) -> Iterator[Any]:
+    """Yield these objects, and what they hold in attributes, lists and mappings, each once.
 
-def _parts_of(values: Iterable[object]) -> set[int]:
-    """Return the ids of these objects and of their parts, down to a few levels."""
-    seen: set[int] = set()
+    ``is_state``: also the modules within a module, and nothing within an optimizer, which is in no state.
+    """
+    seen: dict[int, Any] = {}  # by id; values that a property makes must live until the end
     level = list(values)
-    for _ in range(_DEPTH + 1):
-        following: list[object] = []
+    for _ in range(depth + 1):
+        following: list[Any] = []
         for value in level:
             if id(value) in seen or len(seen) > _PARTS:
                 continue
-            seen.add(id(value))
-            following += _held_by(value)
+            seen[id(value)] = value
+            yield value
+            if isinstance(value, Mapping | list | tuple):
+                following += value.values() if isinstance(value, Mapping) else value
+            elif isinstance(value, torch.nn.Module):
+                following += value.modules() if is_state else ()
+            elif not isinstance(value, torch.Tensor | type | Optimizer if is_state else torch.Tensor | type):
+                left_out = () if is_state else _OF_OPTIMIZER
+                attributes = getattr(value, "__dict__", {})
+                following += [x for name, x in attributes.items() if name not in left_out]
         level = following
-    return seen
-
-
-def _held_by(value: object) -> list[object]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple):
-        return list(value)
-    if isinstance(value, torch.nn.Module):
-        return list(value.modules())
-    if isinstance(value, torch.optim.Optimizer | torch.Tensor):
-        return []
-    return list(getattr(value, "__dict__", {}).values())
 
 
 def _refusal(what: str, differs: str, entry: str) -> ConfigError:
@@ -226,8 +224,7 @@ class AverageWatch:
             return
         reader = _AverageSource(copies, self._is_trained)
         for frame, loops in loops_around(sys._getframe()):  # noqa: SLF001
-            values = {**frame.f_globals, **frame.f_locals}
-            reader.read(loops[0], values, {}, Path(frame.f_code.co_filename).name)
+            reader.read(RunningSource.of(frame, loops[0]), {})
         for function in _methods_of_owners([holder for _, _, holder in near if id(holder) in copies]):
             if function.name.startswith(_HOOKS):
                 arguments = [x.arg for x in function.node.args.args]
@@ -327,23 +324,22 @@ class _AverageSource:
         self.moves: dict[int, str] = {}
         self._copies = copies
         self._is_trained = is_trained
-        self._values: Mapping[str, Any] = {}
+        self._source = RunningSource(ast.Module([], []), {}, "")  # that is read now
         self._names: dict[str, _Marks] = {}  # the source's own names, with the marks of what they hold
         self._fresh: set[str] = set()  # those that hold a new tensor, and no part of a copy
-        self._file = ""
         self._seen: set[int] = set()
 
-    def read(self, node: ast.AST, values: Mapping[str, Any], given: Mapping[str, _Marks], file: str) -> None:
+    def read(self, source: RunningSource, given: Mapping[str, _Marks]) -> None:
         """Read a loop, or a function whose arguments have the marks ``given``."""
+        node, outer = source.node, (self._source, self._names, self._fresh)
         if id(node) in self._seen or len(self._seen) > _MOST_READ:
             return
         self._seen.add(id(node))
-        outer = self._values, self._names, self._fresh, self._file
         carried: dict[str, int] = {}
         if isinstance(node, LOOPS):
             carry([node], set(), carried)
         own = dict.fromkeys(set(stores(ast.iter_child_nodes(node))) - {*carried}, _NONE)
-        self._values, self._names, self._fresh, self._file = values, {**own, **given}, set(), file
+        self._source, self._names, self._fresh = source, {**own, **given}, set()
         nodes = list(ast.walk(node))
         for x in (*nodes, *nodes):  # a name may get what a later statement marks
             if isinstance(x, ast.Assign):
@@ -352,16 +348,15 @@ class _AverageSource:
                 self._give(x.target, x.iter)
         for x in nodes:
             self._write(x)
-            function = function_of(callee(values, dotted(x.func))) if isinstance(x, ast.Call) else None
+            function = function_of(callee(source.values, dotted(x.func))) if isinstance(x, ast.Call) else None
             if isinstance(x, ast.Call) and function is not None:
                 marks = {name: self._marks(y) for name, y in function.given_by(x).items()}
                 self.read_function(function, {**dict.fromkeys(function.arguments, _NONE), **marks})
-        self._values, self._names, self._fresh, self._file = outer
+        self._source, self._names, self._fresh = outer
 
     def read_function(self, function: UserFunction, given: Mapping[str, _Marks]) -> None:
-        """Read a function of the user's."""
         marks = {name: x for name, x in given.items() if name != function.me}
-        self.read(function.node, function.values, marks, function.file)
+        self.read(RunningSource(function.node, function.values, function.file), marks)
 
     def _marks(self, node: ast.AST) -> _Marks:
         """Return the marks of what an expression reads."""
@@ -373,7 +368,7 @@ class _AverageSource:
         if "grad" in path or root in self._names:
             return _NONE if "grad" in path else self._names[root]
         for end in range(len(path), -1, -1):
-            value = value_of(self._values, ".".join([root, *path[:end]]))
+            value = value_of(self._source.values, ".".join([root, *path[:end]]))
             if id(value) in self._copies:
                 return frozenset({id(value)})
             if isinstance(value, torch.nn.Module | torch.Tensor | list | tuple | dict):
@@ -427,7 +422,8 @@ class _AverageSource:
         into = self._marks(target) - {_MODEL} if is_part else _NONE
         self.keeps |= into if scales else into & read
         if _MODEL in read:
-            self.moves |= {copy: f"{self._file}:{line}" for copy in into if copy not in self.moves}
+            place = f"{self._source.file}:{line}"
+            self.moves |= {copy: place for copy in into if copy not in self.moves}
 
 
 def _methods_of_owners(copies: list[Any]) -> Iterator[UserFunction]:
@@ -486,14 +482,6 @@ def _sample(tensor: torch.Tensor) -> _Sample:
     return tuple(flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].float().tolist())
 
 
-# Refuses an optimizer that is not attached: no other replica has what it changes, and no run would say so.
-#
-# A second model that the script trains follows one replica's own data. A new optimizer of the attached model
-# is at its first step in a replica that joins, and goes on in the others.
-
-
-Optimizer = torch.optim.Optimizer
-
 MORE_OPTIMIZERS = (
     "give attach all optimizers, and one module of all that they train, or say "
     'unshared="ignore" where that is intended'
@@ -503,8 +491,11 @@ MORE_OPTIMIZERS = (
 class OptimizerWatch:
     """Looks at each optimizer that makes a step in this process. ``shared``: objects of the shared state.
 
-    An optimizer whose parameters are not in the model may live for one step, as in the inner loop of
-    meta-learning. ``advice`` ends the sentence.
+    It refuses one that is not attached: no other replica has what it changes, and no run would say so. A
+    second model that the script trains follows one replica's own data. A new optimizer of the attached model
+    is at its first step in a replica that joins, and goes on in the others. An optimizer whose parameters are
+    not in the model may live for one step, as in the inner loop of meta-learning. ``advice`` ends the
+    sentence.
     """
 
     def __init__(
@@ -525,7 +516,6 @@ class OptimizerWatch:
         self._hook = self._hook or register_optimizer_step_pre_hook(self._look)
 
     def end(self) -> None:
-        """The training is over: do not look any more."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -563,19 +553,3 @@ def belongs(optimizer: Optimizer, attached: Sequence[Optimizer]) -> bool:
         or any(y is optimizer for y in _parts([x]))
         for x in attached
     )
-
-
-def _parts(values: Iterable[Any], depth: int = 2) -> Iterator[Any]:
-    """Yield these objects, and what they hold in attributes, lists and dicts."""
-    for value in values:
-        yield value
-        held: Iterable[Any] = ()
-        if isinstance(value, list | tuple | dict):
-            held = value.values() if isinstance(value, dict) else value
-        elif not isinstance(value, torch.Tensor | torch.nn.Module | type):
-            held = [x for name, x in getattr(value, "__dict__", {}).items() if name not in _OWN]
-        if depth:
-            yield from _parts(list(held), depth - 1)
-
-
-_OWN = ("state", "param_groups", "defaults")  # of an optimizer: they are many, and hold no other optimizer

@@ -173,6 +173,28 @@ def callee(values: Mapping[str, Any], name: str) -> Any:
     return MethodType(method[0], thing) if method is not None else value_of(values, name)
 
 
+@dataclass(frozen=True, slots=True)
+class RunningSource:
+    """A piece of the user's source that runs now, with the objects of its names."""
+
+    node: ast.AST
+    values: Mapping[str, Any]
+    file: str  # the name of its file, for a sentence
+
+    @classmethod
+    def of(cls, frame: FrameType, node: ast.AST) -> "RunningSource":
+        """Return a piece of the source that ``frame`` runs."""
+        return cls(node, {**frame.f_globals, **frame.f_locals}, Path(frame.f_code.co_filename).name)
+
+    def place(self, node: ast.stmt | ast.expr) -> str:
+        """Return the place of a part for a sentence."""
+        return f"{self.file}:{node.lineno}"
+
+    def value(self, node: ast.expr) -> Any:
+        """Return the object of an expression, or None."""
+        return node.value if isinstance(node, ast.Constant) else value_of(self.values, dotted(node))
+
+
 @dataclass(frozen=True, eq=False)
 class UserFunction:
     """A function in the user's files: its source, and the objects of the names in the source.

@@ -7,7 +7,7 @@ loop that has ended opens no round that the other replicas would wait for.
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -62,13 +62,7 @@ class OuterSchedule:
 
     def describe(self) -> dict[str, object]:
         """Return what must be equal on all members."""
-        return {
-            "loop": "diloco",
-            "every": self.every,
-            "fragments": self.fragments,
-            "delay": self.delay,
-            "alpha": float(self.alpha),
-        }
+        return {"loop": "diloco", **asdict(self), "alpha": float(self.alpha)}
 
 
 def cut_fragments(sizes: Sequence[int], fragments: int) -> list[int]:
@@ -95,7 +89,6 @@ def cut_fragments(sizes: Sequence[int], fragments: int) -> list[int]:
 
 
 def is_whole(value: object) -> bool:
-    """Whether ``value`` is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -7,6 +7,7 @@ the interpreter lock. Without the lock, a signal makes the interpreter write the
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import signal
 import socket
@@ -95,7 +96,6 @@ class DebugEndpoint:
             self._endpoint = LocalEndpoint(run_dir, DEBUG_SOCKET_NAME, "fabric-debug", self._hear)
 
     def close(self) -> None:
-        """Stop answering."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.close()
@@ -103,24 +103,21 @@ class DebugEndpoint:
     def _hear(self, asking: socket.socket) -> None:
         with asking, contextlib.suppress(OSError, FabricError):
             asking.settimeout(_PEER_S)
-            self._answer(asking)
+            line = receive_line(asking, _MAX_QUESTION_BYTES) if peer_of(asking)[1] == os.geteuid() else None
+            if line is not None:
+                asking.sendall(encode_line(self._answer(decode_line(line))))
 
-    def _answer(self, asking: socket.socket) -> None:
-        line = receive_line(asking, _MAX_QUESTION_BYTES) if peer_of(asking)[1] == os.geteuid() else None
-        if line is None:
-            return
-        question = decode_line(line)
+    def _answer(self, question: Mapping[str, Any]) -> Mapping[str, object]:
         try:
             if question.get("pid") != os.getpid():
                 raise Refused(f"the question is for process {question.get('pid')}, this is {os.getpid()}")
             answer = self._answers.get(str(question.get("ask")))
             if answer is None:
                 raise Refused(f"this trainer knows no answer to {str(question.get('ask'))[:40]!r}")
-            body: Mapping[str, object] = {"ok": True, **answer()}
+            return {"ok": True, **answer()}
         except Exception as error:  # noqa: BLE001  (the server that asks gets the reason; the trainer goes on)
             text = str(error) if isinstance(error, FabricError) else f"{type(error).__name__}: {error}"
-            body = {"ok": False, "error": text}
-        asking.sendall(encode_line(body))
+            return {"ok": False, "error": text}
 
 
 def stacks() -> dict[str, object]:
@@ -130,15 +127,12 @@ def stacks() -> dict[str, object]:
     threads = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda kv: kv[0] != main):  # noqa: SLF001
         thread = names.get(ident)
-        calls = [
-            f"{code.co_filename}:{number} {code.co_name}"
-            for code, number in ((f.f_code, n) for f, n in traceback.walk_stack(frame))
-        ]
+        calls = itertools.islice(traceback.walk_stack(frame), _MAX_FRAMES)
         threads.append(
             {
                 "name": thread.name if thread is not None else hex(ident),
                 "tid": thread.native_id if thread is not None else 0,
-                "stack": calls[:_MAX_FRAMES],
+                "stack": [f"{x.f_code.co_filename}:{line} {x.f_code.co_name}" for x, line in calls],
             }
         )
     return {"threads": threads}

@@ -55,7 +55,11 @@ class LinkDamage:
     """
 
     def __init__(self, lost: float) -> None:
-        self._program = _program(lost)
+        # The filter drops this share of the packets.
+        self._program = [(_RETURN, 0, 0, 0)]
+        if lost < 1.0:
+            keeps = [(_JUMP_AT_LEAST, 0, 1, int(lost * 2**32)), (_RETURN, 0, 0, _KEEP_ALL)]
+            self._program = [(_LOAD, 0, 0, _RANDOM), *keeps, *self._program]
         self._damaged: dict[socket.socket, int] = {}  # socket -> the packets that it had dropped before
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -68,9 +72,8 @@ class LinkDamage:
 
     def tell(self, report: Callable[..., None]) -> None:
         """Go on with new links, and report the evidence once the kernel has dropped packets."""
-        self._thread = threading.Thread(
-            target=self._run, args=(report,), name="fabric-drill-links", daemon=True
-        )
+        name = "fabric-drill-links"
+        self._thread = threading.Thread(target=self._run, args=(report,), name=name, daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -98,27 +101,11 @@ class LinkDamage:
                 continue
             with contextlib.suppress(OSError):  # the link has just ended
                 before = _drops(link)
-                code = ctypes.create_string_buffer(
-                    b"".join(struct.pack("HBBI", *line) for line in self._program)
-                )
-                link.setsockopt(
-                    socket.SOL_SOCKET,
-                    _ATTACH_FILTER,
-                    struct.pack("@HP", len(self._program), ctypes.addressof(code)),
-                )
+                lines = b"".join(struct.pack("HBBI", *line) for line in self._program)
+                code = ctypes.create_string_buffer(lines)
+                program = struct.pack("@HP", len(self._program), ctypes.addressof(code))
+                link.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
                 self._damaged[link] = before
-
-
-def _program(lost: float) -> list[tuple[int, int, int, int]]:
-    """Return the filter that drops this share of the packets."""
-    if lost >= 1.0:
-        return [(_RETURN, 0, 0, 0)]
-    return [
-        (_LOAD, 0, 0, _RANDOM),
-        (_JUMP_AT_LEAST, 0, 1, int(lost * 2**32)),
-        (_RETURN, 0, 0, _KEEP_ALL),
-        (_RETURN, 0, 0, 0),
-    ]
 
 
 def _drops(link: socket.socket) -> int:
@@ -145,14 +132,16 @@ def damage(action: str, data: object) -> str:
     for name, gradient in data.local_gradients():
         if not gradient.numel():
             continue
-        place = int(gradient.detach().abs().argmax())
-        before = float(gradient.reshape(-1)[place])
-        index = _index(gradient, place)
         with torch.no_grad():
-            gradient[index] = torch.nan if action == "nan" else _flipped(gradient[index])
-        return (
-            f"element {place} of the gradient of {name} is {float(gradient[index]):g} instead of {before:g}"
-        )
+            place = gradient.abs().argmax().reshape(1)
+            value = gradient.take(place)
+            before = float(value)
+            if action == "nan":
+                value.fill_(torch.nan)
+            else:  # a bit of the mantissa, so that the value stays finite
+                value.view(torch.uint8)[max(0, value.element_size() - 2)] ^= 1
+            gradient.put_(place, value)
+        return f"element {int(place)} of the gradient of {name} is {float(value):g} instead of {before:g}"
     return ""
 
 
@@ -164,7 +153,6 @@ class ClockLeap:
         self._set(lambda: seconds() + LEAP_S, lambda: nanoseconds() + int(LEAP_S * 1e9))
 
     def tell(self, report: Callable[..., None]) -> None:
-        """Report the evidence."""
         report(hit=CLOCK, step=0, about=f"its clock is {LEAP_S:g} s ahead")
 
     def end(self) -> None:
@@ -181,22 +169,6 @@ def _flip_byte(data: memoryview) -> str:
     place = data.nbytes // 2
     data[place] ^= 1
     return f"bit 0 of byte {place} of {data.nbytes} is flipped"
-
-
-def _flipped(value: torch.Tensor) -> torch.Tensor:
-    """Return the value with a bit of its mantissa flipped, so that it stays finite."""
-    raw = value.reshape(1).clone().view(torch.uint8)
-    raw[max(0, value.element_size() - 2)] ^= 1
-    return raw.view(value.dtype)[0]
-
-
-def _index(tensor: torch.Tensor, place: int) -> tuple[int, ...]:
-    """Return the index of an element that is number ``place`` in the order of its dimensions."""
-    index: list[int] = []
-    for size in reversed(tensor.shape):
-        index.append(place % size)
-        place //= size
-    return tuple(reversed(index))
 
 
 log = logging.getLogger(__name__)
@@ -253,8 +225,13 @@ class DrillEndpoint:
 
     def hit(self, name: str, step: int, data: Data = None) -> None:
         """Obey the order for this point, if there is one; an order to flip snapshots acts until its end."""
-        if name == "publish" and self._replaced is not None:
-            self._count_replaced(self._replaced, step)
+        replaced = self._replaced
+        if name == "publish" and replaced is not None:
+            replaced.flipped_slots -= 1
+            if replaced.flipped_slots <= 0:
+                self._replaced = None
+                replaced.report(over="publish", step=step)
+                replaced.obeyed.set()
         held = self._held
         if held is None or held.order.point != name or step < held.order.step:
             return
@@ -294,15 +271,7 @@ class DrillEndpoint:
             held.report(over=order.point, step=step)
             held.obeyed.set()
 
-    def _count_replaced(self, held: _HeldOrder, step: int) -> None:
-        held.flipped_slots -= 1
-        if held.flipped_slots <= 0:
-            self._replaced = None
-            held.report(over="publish", step=step)
-            held.obeyed.set()
-
     def close(self) -> None:
-        """Take no more orders."""
         self._endpoint.close()
 
     def _hear(self, asking: socket.socket) -> None:

@@ -73,22 +73,18 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         return
     _is_showing = True
     try:
-        _report(kind, error, trace)
+        # A move that a state machine forbids is a defect of fabric: show its traceback.
+        if isinstance(error, KeyboardInterrupt) and on_uncaught:
+            sys.stderr.write("fabric: interrupted: this process leaves its job, and other replicas go on\n")
+        elif isinstance(error, FabricError) and not isinstance(error, IllegalTransition):
+            sys.stderr.write(f"fabric: {error}\n")
+        else:
+            for wait in _waits:
+                wait()
+            _shown_before(kind, error, trace)
+        sys.stderr.flush()
+        # At a prompt of Python the process goes on, as after a notebook's cell.
+        for watch in list(on_cell_error if hasattr(sys, "ps1") else on_uncaught):
+            watch(error)
     finally:
         _is_showing = False
-
-
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # A move that a state machine forbids is a defect of fabric: show its traceback.
-    if isinstance(error, KeyboardInterrupt) and on_uncaught:
-        sys.stderr.write("fabric: interrupted: this process leaves its job, and other replicas go on\n")
-    elif isinstance(error, FabricError) and not isinstance(error, IllegalTransition):
-        sys.stderr.write(f"fabric: {error}\n")
-    else:
-        for wait in _waits:
-            wait()
-        _shown_before(kind, error, trace)
-    sys.stderr.flush()
-    # At a prompt of Python the process goes on, as after a notebook's cell.
-    for watch in list(on_cell_error if hasattr(sys, "ps1") else on_uncaught):
-        watch(error)

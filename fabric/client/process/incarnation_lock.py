@@ -120,11 +120,8 @@ def claim_above(incarnation: int) -> None:
     """
     path = next(reversed(_claims)) / _ABOVE
     try:
-        descriptor = open_private(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        try:
-            os.write(descriptor, str(incarnation + 1 + secrets.randbelow(_SPREAD)).encode())
-        finally:
-            os.close(descriptor)
+        with os.fdopen(open_private(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), "w") as file:
+            file.write(str(incarnation + 1 + secrets.randbelow(_SPREAD)))
     except OSError as error:
         _log.warning(
             "fabric: %s cannot be written (%s), so the next process is refused as well: set the host's clock "
@@ -137,11 +134,8 @@ def claim_above(incarnation: int) -> None:
 def _above(home: Path) -> int:
     """Return the number to claim at least; 0 where no lighthouse has named one."""
     try:
-        descriptor = open_private(home / _ABOVE, os.O_RDONLY)
+        with os.fdopen(open_private(home / _ABOVE, os.O_RDONLY), "rb") as file:
+            text = file.read(_NUMBER_BYTES).decode("ascii", "replace")
     except OSError:
         return 0
-    try:
-        text = os.read(descriptor, _NUMBER_BYTES).decode("ascii", "replace")
-    finally:
-        os.close(descriptor)
     return int(text) if text.isdigit() else 0

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fabric.errors import ConfigError
-from fabric.protocol.messages.member_events import PreparedRound
+from fabric.protocol.messages.member_events import Apply, PreparedRound
 from fabric.runtime.logs import fields
 
 log = logging.getLogger(__name__)
@@ -116,28 +116,21 @@ class Journal:
         )
 
     def commit(
-        self,
-        held: PreparedRound,
-        micro_batches: int,
-        times: Mapping[str, float],
-        *,
-        generation: int,
-        contributed: bool,
-        replay: bool,
+        self, order: Apply, held: PreparedRound, micro_batches: int, times: Mapping[str, float]
     ) -> None:
         """Write the ``commit`` line of a step that this replica applied.
 
         ``micro_batches``: the number in a step. Those without a contributor are journaled as skipped.
-        ``times``: seconds by phase. ``contributed``: this replica's gradient is in the average.
+        ``times``: seconds by phase.
         """
         counted = {i for _, ids in held.contributions for i in ids}
         self.write(
             "commit",
-            generation=generation,
+            generation=order.generation,
             epoch=held.epoch,
             step=held.step,
-            contributed=contributed,
-            replay=replay,
+            contributed=order.contributed,  # this replica's gradient is in the average
+            replay=order.prepared is None,
             skipped=[i for i in range(micro_batches) if i not in counted],
             contributions={name: list(ids) for name, ids in held.contributions},
             weight=held.weight,

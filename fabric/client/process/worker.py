@@ -26,7 +26,6 @@ class Worker:
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job."""
         self._jobs.put(job)
 
     def settle(self, within_s: float) -> None:

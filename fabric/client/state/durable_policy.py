@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.durable.reader import (
@@ -173,30 +173,32 @@ class DurableCheckpoints:
     def await_written(self, handle: ServerHandle, step: int, generation: int) -> str:
         """Wait until the server has written the snapshot of ``step``; return why it has not, or empty."""
         try:
-            while not (outcome := handle.durable_outcome())["idle"]:
-                time.sleep(_WRITTEN_S)
+            why = self._await_idle(handle, (generation, step))
         except FabricError as error:
             return str(error)
-        if (outcome["generation"], outcome["step"]) == (generation, step):
-            return ""
-        why = outcome["error"] or "its writer has ended"
-        self._say(f"the state of step {step} is not saved yet: {why}; this replica tries again")
-        return str(why)
+        if why:
+            self._say(f"the state of step {step} is not saved yet: {why}; this replica tries again")
+        return why
 
     def await_last(self, handle: ServerHandle) -> None:
         """Wait for a checkpoint that the server still writes: it may end with this process's container."""
-        if self._ordered is None:
-            return
-        has_said = False
         with suppress(FabricError):
-            while not (outcome := handle.durable_outcome())["idle"]:
-                if outcome["error"] and not has_said:
-                    has_said = True
-                    self._say(f"waits for its last durable checkpoint: {outcome['error']}")
-                time.sleep(_WRITTEN_S)
-            if (outcome["generation"], outcome["step"]) != self._ordered:
-                why = outcome["error"] or "its writer has ended"
+            words = "waits for its last durable checkpoint"
+            if self._ordered is not None and (why := self._await_idle(handle, self._ordered, words)):
                 self._say(f"its last durable checkpoint is not written: {why}")
+
+    def _await_idle(self, handle: ServerHandle, ordered: tuple[int, int], words: str = "") -> str:
+        """Wait until the server writes nothing; return why it has not written the ordered state, or empty.
+
+        ``words``: with which to say once why the server still waits. Raises FabricError for a lost server.
+        """
+        while not (outcome := handle.durable_outcome())["idle"]:
+            if words and outcome["error"]:
+                self._say(f"{words}: {outcome['error']}")
+                words = ""
+            time.sleep(_WRITTEN_S)
+        is_written = (outcome["generation"], outcome["step"]) == ordered
+        return "" if is_written else str(outcome["error"] or "its writer has ended")
 
     def patiently(self, read: Callable[[], T]) -> T:
         """Return ``read()``; call it again while storage is away, for as long as at the start.
@@ -248,8 +250,5 @@ def peers_hold_state(settings: Settings) -> bool | None:
         except Refused:
             return False
     over = bool(job["record"] and job["record"]["complete"])
-    return over or any(_lives(member) for member in job["members"] if member["replica"] != settings.replica)
-
-
-def _lives(member: dict[str, Any]) -> bool:
-    return bool(member["connected"] and not member["joining"] and member["verdict"] == "alive")
+    others = [x for x in job["members"] if x["replica"] != settings.replica and x["connected"]]
+    return over or any(not x["joining"] and x["verdict"] == "alive" for x in others)

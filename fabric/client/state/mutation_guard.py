@@ -39,12 +39,16 @@ class MutationGuard:
 
     def __init__(self, view: StateView, parameters: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
         self.view = view
-        draw = random.Random(view.step)  # noqa: S311 - not a secret
-        count = sample_count(len(view.tensors))
-        self._watched = []
+        draw = random.Random(view.step)  # noqa: S311 - not a secret, and equal on all members
+        count = max(1, min(_MOST_SAMPLES, _ALL_SAMPLES // max(1, len(view.tensors))))
+        drawn = [at + draw.random() for at in range(count)]
+        self.watched: list[tuple[str, torch.Tensor, int, Sequence[int], bytes]] = []
         for name, tensor in view.tensors:
-            places = _places(tensor.nbytes, count, draw)
-            self._watched.append((name, tensor, _version(tensor), places, samples(tensor, places)))
+            places: Sequence[int] = range(0, tensor.nbytes, SAMPLE_BYTES)
+            if len(places) > count:  # one sample in each of ``count`` equal parts of the tensor
+                part = (tensor.nbytes - SAMPLE_BYTES) / count
+                places = [int(at * part) for at in drawn]
+            self.watched.append((name, tensor, _version(tensor), places, samples(tensor, places)))
         self._lock = threading.Lock()
         self._final: str | None = None
         self._memory = [(name, parameter, parameter.data_ptr()) for name, parameter in parameters]
@@ -63,7 +67,7 @@ class MutationGuard:
             self._final = self._find_written()
 
     def _find_written(self) -> str:
-        counted = (name for name, tensor, version, _, _ in self._watched if _version(tensor) != version)
+        counted = (name for name, tensor, version, _, _ in self.watched if _version(tensor) != version)
         return next(counted, "") or next(self._moved(), "")
 
     def changed(self, capture: Callable[[], StateView]) -> str:
@@ -73,7 +77,7 @@ class MutationGuard:
         """
         moved = set(self._moved())
         now = dict(capture().tensors) if moved else {}
-        for name, tensor, version, places, before in self._watched:
+        for name, tensor, version, places, before in self.watched:
             live = now.get(name, tensor) if name in moved else tensor
             if live.nbytes == tensor.nbytes and samples(live, places) == before:
                 continue
@@ -90,19 +94,6 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
-def sample_count(tensors: int) -> int:
-    """Return the number of samples of each tensor of a state with so many tensors."""
-    return max(1, min(_MOST_SAMPLES, _ALL_SAMPLES // max(1, tensors)))
-
-
-def _places(nbytes: int, count: int, draw: random.Random) -> list[int]:
-    """Return the places of the samples: one in each of ``count`` equal parts of the tensor."""
-    if nbytes <= SAMPLE_BYTES * count:
-        return list(range(0, nbytes, SAMPLE_BYTES))
-    part = (nbytes - SAMPLE_BYTES) / count
-    return [int((at + draw.random()) * part) for at in range(count)]
-
-
 def samples(tensor: torch.Tensor, places: Sequence[int]) -> bytes:
     """Return a line of the cache at each of these places of a host tensor."""
     if tensor.device.type != "cpu":
@@ -111,14 +102,6 @@ def samples(tensor: torch.Tensor, places: Sequence[int]) -> bytes:
     if len(places) * SAMPLE_BYTES >= nbytes:  # the samples are the whole tensor
         return ctypes.string_at(address, nbytes)
     return b"".join([ctypes.string_at(address + at, SAMPLE_BYTES) for at in places])
-
-
-# Decides when a state that was read while user code ran is the state of its step.
-#
-# Code that moves weights for a moment and puts them back (adversarial training, SAM, an average swapped
-# in for an evaluation) trains as without fabric. But a copy or digest that runs meanwhile may read moved
-# weights. So a copy is compared with the state once user code has ended. After the first such write this
-# process reads its state before user code goes on.
 
 
 # Of a copy this many bytes are compared, and of each of the first few copies all bytes.
@@ -131,12 +114,18 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class WriteWatch:
-    """Watches the shared state of one process. ``read`` digests a view at once. For the main thread."""
+    """Decides when a state that was read while user code ran is the state of its step.
+
+    Code that moves weights for a moment and puts them back (adversarial training, SAM, an average swapped
+    in for an evaluation) trains as without fabric. But a copy or digest that runs meanwhile may read moved
+    weights. So a copy is compared with the state once user code has ended. After the first such write this
+    process reads its state before user code goes on. ``read`` digests a view at once. For the main thread.
+    """
 
     def __init__(self, replica: str, describer: StateDescriber, read: Callable[[StateView], str]) -> None:
         self.reads_first = False  # whether this process reads its state before user code goes on
         self._replica = replica
-        self._describer = describer
+        self.describer = describer
         self._read = read
         self._whole = _COMPARED_WHOLE  # readings that are still checked as a whole
         self._parameters: list[tuple[str, torch.Tensor]] | None = None
@@ -144,12 +133,8 @@ class WriteWatch:
     def guard(self, view: StateView) -> MutationGuard:
         """Return a guard of ``view``, a view of the state as it is now."""
         if self._parameters is None:
-            self._parameters = list(_parameters(self._describer.objects))
+            self._parameters = list(_parameters(self.describer.objects))
         return MutationGuard(view, self._parameters)
-
-    def capture(self, step: int) -> StateView:
-        """Return a view of the state as it is now."""
-        return self._describer.capture(step)
 
     def digest(self, view: StateView) -> str:
         """Return the digest of the tensors as they are now, with the numbers of ``view``.
@@ -157,7 +142,7 @@ class WriteWatch:
         A callback may set a number, such as a scheduler's rate at the begin of an epoch, after the boundary
         at which the replicas took theirs.
         """
-        now = self._describer.capture(view.step)
+        now = self.describer.capture(view.step)
         if [(name, t.nbytes) for name, t in now.tensors] == [(name, t.nbytes) for name, t in view.tensors]:
             now = replace(now, header=view.header, nbytes=view.nbytes)
         return self._read(now)
@@ -168,7 +153,7 @@ class WriteWatch:
         ``expected``: the digest of the state, if it was read before user code went on. Raises StateError
         where the state has other values than before.
         """
-        if reason := guard.changed(lambda: self._describer.capture(guard.view.step)):
+        if reason := guard.changed(lambda: self.describer.capture(guard.view.step)):
             raise StateError(reason)
         name = guard.written()
         if name and expected and self.digest(guard.view) != expected:
@@ -206,7 +191,7 @@ class WriteWatch:
 
         After the first four copies equally spaced pieces of 16 MiB in all are compared.
         """
-        now = self._describer.capture(view.step)
+        now = self.describer.capture(view.step)
         if [(name, t.nbytes) for name, t in now.tensors] != [(name, t.nbytes) for name, t in view.tensors]:
             return "the tensors of the state"
         stride = 1 if self._whole > 0 else max(1, -(-view.nbytes // _COMPARED_BYTES))
@@ -233,8 +218,6 @@ def _parameters(objects: Mapping[str, object]) -> Iterator[tuple[str, torch.Tens
 
 
 # Entries of a shared state, by path: small ones, and samples of tensors. They show where states differ.
-
-
 _DEPTH = 4
 # Of the groups of tensors, as many are of the model.
 _MODEL_GROUPS = 48
@@ -272,28 +255,22 @@ def _walk(path: str, value: object, depth: int) -> Iterator[tuple[str, str]]:
             yield from _walk(f"{path}/{number}", part, depth + 1)
 
 
-def tensor_entries(objects: Mapping[str, object], view: StateView) -> Entries:
-    """Return a hash of samples of each tensor on the host; of a large state for each few neighbours."""
-    count = sample_count(len(view.tensors))
-    parameters = {
-        f"{name}/{own}"
-        for name, value in objects.items()
-        for own, _ in (value.named_parameters() if hasattr(value, "named_parameters") else ())
-    }
+def tensor_entries(objects: Mapping[str, object], guard: MutationGuard) -> Entries:
+    """Return a hash of the guard's samples of each tensor; of a large state for each few neighbours.
+
+    There are none for a state on a device, of which the guard takes no samples.
+    """
+    if any(tensor.device.type != "cpu" for _, tensor, _, _, _ in guard.watched):
+        return ()
+    parameters = {name for name, _ in _parameters(objects)}
     of_model: list[tuple[str, str, bytes]] = []
     others: list[tuple[str, str, bytes]] = []
-    for name, tensor in sorted(view.tensors, key=lambda pair: pair[0]):
-        if tensor.device.type != "cpu":
-            return ()
+    for name, _, _, _, sampled in sorted(guard.watched, key=lambda x: x[0]):
         root = name.partition("/")[0]
         if root == "model":
-            kind = "parameter" if name in parameters else "buffer"
+            of_model.append(("parameter" if name in parameters else "buffer", name, sampled))
         else:
-            kind = "optimizer" if root.startswith("optimizer") else "object"
-        step = tensor.nbytes / count
-        last = max(0, tensor.nbytes - SAMPLE_BYTES)  # a sample that begins here ends with the tensor
-        places = sorted({min(int((at + 0.5) * step), last) for at in range(count)})
-        (of_model if root == "model" else others).append((kind, name, samples(tensor, places)))
+            others.append(("optimizer" if root.startswith("optimizer") else "object", name, sampled))
     return (*_grouped(of_model, _MODEL_GROUPS), *_grouped(others, MAX_TENSORS - _MODEL_GROUPS))
 
 

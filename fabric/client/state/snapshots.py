@@ -114,11 +114,6 @@ def policy_of(settings: Settings) -> SnapshotPolicy:
     return OverheadBudget(settings.snapshot_share, every.seconds)
 
 
-# Digests a state while forward and backward run.
-#
-# The copy of a snapshot begun at the same boundary computes it; otherwise the state is read for it.
-
-
 # How long the trainer waits for a snapshot's slot, which a running server gives within milliseconds.
 SLOT_S = 0.5
 
@@ -201,7 +196,11 @@ class PendingSnapshot:
 
 
 class Digests:
-    """Computes one digest at a time, for the trainer's thread. ``settle`` checks a snapshot's copy."""
+    """Computes one digest at a time, for the trainer's thread, while forward and backward run.
+
+    The copy of a snapshot begun at the same boundary computes it; otherwise the state is read for it.
+    ``settle`` checks a snapshot's copy.
+    """
 
     def __init__(self, watch: WriteWatch, copier: Copier, settle: Callable[[PendingSnapshot], None]) -> None:
         self._watch = watch
@@ -211,7 +210,7 @@ class Digests:
         self._taking: PendingSnapshot | None = None
         self.exposed = False  # whether user code has run since the digest was begun
         self._last = -1, ""  # step and digest of the result computed last
-        self._guard: MutationGuard | None = None  # of the newest digest, until its view is taken
+        self._guard: MutationGuard | None = None  # of the newest digest, until it is taken
 
     def begin(self, step: int, taking: PendingSnapshot | None) -> None:
         """Begin a digest. The state at ``step`` must not change until ``finish`` or ``take`` returns.
@@ -220,7 +219,7 @@ class Digests:
         """
         self._last, self._taking, self.exposed = (step, ""), taking, False
         if taking is None:
-            view = self._watch.capture(step)
+            view = self._watch.describer.capture(step)
             reading, self._guard = self._copier.digest(view), self._watch.guard(view)
             self._reading = reading, self._guard
             if self._watch.reads_first:
@@ -229,10 +228,10 @@ class Digests:
         else:
             self._guard = taking.guard
 
-    def take_view(self, step: int) -> StateView | None:
-        """Return the view of the state whose digest was begun at ``step``, once; else None."""
+    def take_guard(self, step: int) -> MutationGuard | None:
+        """Return the guard of the state whose digest was begun at ``step``, once; else None."""
         guard, self._guard = self._guard, None
-        return guard.view if guard is not None and guard.view.step == step else None
+        return guard if guard is not None and guard.view.step == step else None
 
     def take(self, step: int) -> str:
         """Return the digest that ``begin`` began; the calling thread helps to compute it.
@@ -268,10 +267,7 @@ class Digests:
             self._last = step, digest
 
 
-# The two slots in the checkpoint server's memory that hold this replica's snapshots.
-
-
-_SLOTS = 2
+_SLOTS = 2  # in the checkpoint server's memory, for this replica's snapshots
 _SMALL_BYTES = 64 << 20  # memory of up to this size is allocated within milliseconds
 _SLACK_BYTES = 64 << 10  # spare bytes, because numbers in a header get longer
 

@@ -488,7 +488,7 @@ class _ScriptLoop:
             self._kept = self._upcoming
         elif self._kept is None:
             step = self.feed.step.number if self.feed.step is not None else 0
-            self._kept = self.feed.data.fetcher.read(step, self.feed.data.items(step, 0))
+            self._kept = self.feed.data.fetcher.read(self.feed.data.items(step, 0))
         return self._kept
 
     def backward(self, loss: torch.Tensor, weight: float | None) -> None:

@@ -40,7 +40,7 @@ from torch.utils.data import (
 from fabric.client.data.loader import check_size
 from fabric.client.data.sample_plan import SamplerOrder, sample_indices, shuffles_all
 from fabric.client.data.sampler import StepSampler
-from fabric.client.loop.later_changes import repeated
+from fabric.client.loop.later_changes import made_each_pass, repeated
 from fabric.client.loop.loop_flow import GROWS, assignments, called, dotted, names_read, stores
 from fabric.client.loop.loop_source import refuse_memory
 from fabric.client.loop.user_functions import functions_in, loops_around, search, value_of
@@ -620,7 +620,7 @@ def refuse_other_data(frame: FrameType | None, loader: Loader) -> None:
     data = loader.dataset
     for sources in repeated(frame):
         for source in sources:
-            for statement in (x for x, value in source.made() if value is data):
+            for statement in (x for x, value in made_each_pass(source) if value is data):
                 raise ConfigError(
                     f"{source.place(statement)} makes new data in each pass of a loop{_ONE_SET}"
                 )

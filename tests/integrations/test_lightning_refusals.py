@@ -166,7 +166,7 @@ def test_a_training_step_that_reads_itself_is_refused():
     [
         (arguments.CALLBACKS, "LambdaCallback", "does not know the callback LambdaCallback"),
         (
-            arguments.MODULE_HOOKS,
+            arguments.MODULE.methods,
             "configure_callbacks",
             r"does not know what Own\.configure_callbacks changes",
         ),

@@ -25,13 +25,8 @@ def steps_of(loader, batches=1, steps=6, epoch_end="short"):
     """The micro-batches of each step, of a job that takes ``batches`` batches of the DataLoader a step."""
     data = TrainingData.of(loader)
     session = SoloSession([], {})
-    made = data.loader(
-        session,
-        global_batch_size=data.batch_size * batches,
-        micro_batch_size=data.batch_size,
-        seed=0,
-        epoch_end=epoch_end,
-    )
+    size = data.batch_size * batches
+    made = data.feed(session, steps, global_batch_size=size, seed=0, epoch_end=epoch_end).data
     return [[made.fetch(s, i) for i in made.plan.with_samples(s, range(batches))] for s in range(steps)]
 
 

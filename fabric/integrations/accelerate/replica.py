@@ -21,9 +21,7 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import send_to_device
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-import fabric.client
 from fabric.client.data.loader import data_slot_of
-from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.loop_flow import called, dotted, ends_by, names_read, stores
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
@@ -41,7 +39,7 @@ from fabric.integrations.script_state import (
     leave_behind,
     say_goes_over,
 )
-from fabric.integrations.training_data import StepFeed, TrainingData
+from fabric.integrations.training_data import StepFeed, TrainingData, attach_in
 from fabric.runtime.config import Settings, launched_ranks, parse_replicas
 from fabric.runtime.process_environment import without_launcher
 
@@ -256,28 +254,22 @@ class AcceleratedReplica:
                 "weigh the loss by a count of steps"
             )
         model, data, state = accelerator.unwrap_model(models[0]), loader.data, self._state()
-        self._session = fabric.client.attach(
-            model,
-            [x.optimizer for x in optimizers],
-            state=state,
-            **{"step": self._step, "buffers": default_buffers(model), **self._arguments},
+        self._session = attach_in(
+            _WORDS, model, [x.optimizer for x in optimizers], state, {"step": self._step, **self._arguments}
         )
-        if isinstance(self._session, fabric.client.Session):
-            self._session.say_in(_WORDS)
         atexit.register(self._close_at_exit)
         on_uncaught.append(self._note_failure)
         fixed = _fixed_batches()
         if fixed:
             self._say(f"{fixed}: if a replica dies, its part of a step is left out until it is back")
-        dealt = data.loader(
+        feed = data.feed(
             self._session,
+            self._until,
             global_batch_size=self.global_batch(data),
-            micro_batch_size=data.batch_size,
             seed=self._seed,
             epoch_end=loader.epoch_end,
             policy="shrink" if fixed else "constant",
         )
-        feed = StepFeed(self._session, dealt, self._until)
         self._loop = _ScriptLoop(self, models[0], feed, ScriptState(state, optimizers))
         self._loop.number = self._step
         feed.advance()
@@ -297,12 +289,9 @@ class AcceleratedReplica:
     # --- micro-batches ----------------------------------------------------------------------------------
 
     def micro_batches(self, loader: JobDataLoader, is_first: bool) -> Iterator[Any]:
-        """Return an iterator over what the loop gets in a pass."""
+        """Yield what the loop gets in a pass."""
         loop = self.begin(loader)
-        return self._pass(loop, loader.end_of_pass(loop.number, is_first))
-
-    def _pass(self, loop: "_ScriptLoop", end: float) -> Iterator[Any]:
-        self._loop_ended = False
+        end, self._loop_ended = loader.end_of_pass(loop.number, is_first), False
         while loop.number < end and loop.find_step(self._until):
             yield from self._micro_batches_of(loop)
         self._loop_ended = True
@@ -431,7 +420,6 @@ class _ScriptLoop:
         self.feed, self.outputs = feed, RepeatedOutputs()
         self._replica, self._model, self._state = replica, model, state
         self._gradients = ScriptGradients(model)
-        self._is_aside = False  # a gradient waits for its step
         self._upcoming: Any = None  # the step's next micro-batch
         self._left = 0  # number of batches that are left of a step that the loop does not compute
         self._kept: Any = None  # a batch for such a step
@@ -445,12 +433,16 @@ class _ScriptLoop:
             return True
         step = feed.step
         if step is not None and step is self._finished:
-            self._check_update()
+            if not self.has_updated:
+                raise ConfigError(
+                    f"the script makes no optimizer step after {self._replica.accumulation} of its batches: "
+                    "give Accelerator the number of batches of a step, as gradient_accumulation_steps="
+                )
             step = feed.advance()
         if step is not None and not step.done and step.number == self.number:
             self._upcoming = feed.micro_batch()
             if self._upcoming is None:
-                self._set_aside()
+                self._gradients.set_aside()
         job_at = until if step is None else step.number
         if self.number == until:
             return False
@@ -458,13 +450,6 @@ class _ScriptLoop:
             leave_behind(self._replica.name, self.number, job_at)
         self._begin_step(job_at)
         return True
-
-    def _check_update(self) -> None:
-        if not self.has_updated:
-            raise ConfigError(
-                f"the script makes no optimizer step after {self._replica.accumulation} of its batches: give "
-                "Accelerator the number of batches of a step, as gradient_accumulation_steps="
-            )
 
     def _begin_step(self, job_at: int) -> None:
         replica, over = self._replica, self.number < job_at
@@ -513,7 +498,7 @@ class _ScriptLoop:
             # The replica was behind and has taken over a later state in this step.
             if step.number < self.number:
                 leave_behind(replica.name, self.number, step.number)
-            self._set_aside()
+            self._gradients.set_aside()
             self._gradients.fill()
             say_goes_over(replica.name, self.number, step.number)
             self._state.keep()
@@ -521,17 +506,11 @@ class _ScriptLoop:
         self.number += 1
         if replica.goes_over:
             return
-        if self._is_aside:
+        if self._gradients.bring_back():
             assert step is not None
-            self._gradients.bring_back()
-            self._is_aside = False
             self.feed.session.handover.resume(step.number)  # the loop has computed a forward since
         self.outputs.close()  # an evaluation after the update is real
         self._finished = step
-
-    def _set_aside(self) -> None:
-        self._gradients.set_aside()
-        self._is_aside = True
 
 
 class Triggers:

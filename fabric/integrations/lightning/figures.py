@@ -22,7 +22,6 @@ from fabric.integrations.lightning.release import ROOT
 # The change that a micro-batch makes to a state travels as a metric of the step. After the commit all
 # replicas have the state before the step and what all micro-batches of the job have added.
 
-
 _torchmetrics: Any = importlib.import_module("torchmetrics")
 _sum: Any = importlib.import_module("torchmetrics.utilities").dim_zero_sum
 METRIC: Any = _torchmetrics.Metric
@@ -80,10 +79,9 @@ class TorchmetricsStates:
         for name, changes in added.items():
             metric, (updates, before) = self.metrics[name], self._before[name]
             new = round(changes.pop((_UPDATES, 0), 0.0))
-            values[name] = _with_state(
-                metric, new, {k: torch.zeros_like(x) for k, x in before.items()}, changes
-            )
-            _with_state(metric, updates + new, before, changes, wanted=False)
+            _put(metric, new, {k: torch.zeros_like(x) for k, x in before.items()}, changes)
+            values[name] = metric.compute()
+            _put(metric, updates + new, before, changes)
         return values
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,7 +93,7 @@ class TorchmetricsStates:
         """Take over the job's states."""
         self._trained = set(state)
         for name, saved in state.items():
-            _with_state(self.metrics[name], saved["updates"], saved["states"], {}, wanted=False)
+            _put(self.metrics[name], saved["updates"], saved["states"], {})
         self.begin()
 
 
@@ -115,14 +113,13 @@ def _state_of(metric: Any) -> tuple[int, _States]:
     return metric._update_count, tensors  # noqa: SLF001
 
 
-def _with_state(
+def _put(
     metric: Any,
     updates: int,
     states: Mapping[str, torch.Tensor],
     added: Mapping[tuple[str, int], float],
-    wanted: bool = True,
-) -> Any:
-    """Put ``states`` and what is ``added`` into ``metric``; return its value, where it is ``wanted``."""
+) -> None:
+    """Put ``states`` and what is ``added`` into ``metric``."""
     metric._update_count, metric._computed = updates, None  # noqa: SLF001
     for name, value in states.items():
         own = getattr(metric, name)
@@ -131,11 +128,6 @@ def _with_state(
             if state == name:
                 flat[place] += change
         setattr(metric, name, flat.view(value.shape).to(own.device, own.dtype))
-    if not wanted:
-        return None
-    value = metric.compute()
-    metric._computed = None  # noqa: SLF001
-    return value
 
 
 _result: Any = importlib.import_module(f"{ROOT}.trainer.connectors.logger_connector.result")

@@ -20,7 +20,7 @@ from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import check_version
 from fabric.integrations.lightning.arguments import check_trainer
-from fabric.integrations.lightning.job import JobBatches, LightningJob, check_closure
+from fabric.integrations.lightning.job import LightningJob, check_closure
 from fabric.integrations.lightning.release import LEAST, ROOT, TESTED
 from fabric.integrations.lightning.run_files import write_nothing
 from fabric.runtime import config
@@ -91,7 +91,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
                 "one: read all data sets through one Dataset"
             )
         self._job = LightningJob(self, trainer, dataloader, self._arguments)
-        return JobBatches(self._job)
+        return self._job
 
     def on_train_end(self) -> None:
         """Wait for the end of the other replicas' loops: the state here is the job's final state then."""

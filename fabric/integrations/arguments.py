@@ -110,19 +110,6 @@ class ArgumentTable:
                 raise ConfigError(f"{self.by} refuses {owner.__name__}.{name}, because {row.words}")
 
 
-def refusals(tables: Mapping[str, Mapping[str, Row]]) -> str:
-    """Return what the rows of each table refuse, as a page has it: each title and reason once."""
-    lines = []
-    for title, rows in tables.items():
-        names: dict[str, list[str]] = {}
-        for name, row in sorted(rows.items()):
-            if row.kind == "refused":
-                names.setdefault(row.words, []).append(f"`{name}`")
-        cells = [f"{', '.join(names[why])} | {why} |" for why in sorted(names)]
-        lines += [f"| {'' if i else title} | {cell}" for i, cell in enumerate(cells)]
-    return "\n".join(["| of | refused | because, and instead |", "|---|---|---|", *lines]) + "\n"
-
-
 def overridable(base: type) -> list[str]:
     """Return the names of the methods and properties that ``base`` has beyond those of every object."""
     return sorted(

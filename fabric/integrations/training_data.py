@@ -91,7 +91,7 @@ class TrainingData:
             size=0 if sampler is None else _length(sampler),
             num_workers=loader.num_workers,
             generator=None if sampler is None else loader.generator,
-            reading={name: given[name] for name in _READING if name in given} if loader.num_workers else {},
+            reading={name: given[name] for name in READING if name in given} if loader.num_workers else {},
         )
 
     @property
@@ -133,7 +133,7 @@ class TrainingData:
         return StepFeed(session, made, until)
 
 
-_READING = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "pin_memory", "timeout")
+READING = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "pin_memory", "timeout")
 
 
 class FirstOf(Sampler[Any]):

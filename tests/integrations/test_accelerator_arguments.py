@@ -1,6 +1,5 @@
 """Each argument and method of the installed Accelerator has a row, and what is refused is refused."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +11,15 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
 )
 from accelerate.utils.dataclasses import AORecipeKwargs, DDPCommunicationHookType
+from refusal_pages import check_page
 
 from fabric.errors import ConfigError
 from fabric.integrations.accelerate import FabricAccelerator
 from fabric.integrations.accelerate.arguments import (
     ACCELERATOR,
     CONFIGURATIONS,
+    HANDLERS,
     METHODS,
-    page_table,
 )
 
 
@@ -149,8 +149,8 @@ def test_gradients_are_clipped_by_value_once_a_step():
 
 
 def test_the_page_has_the_table():
-    page = (Path(__file__).parent.parent.parent / "docs/adopt/accelerate.md").read_text()
-    assert page_table() in page, "put this into the page:\n" + page_table()
+    arguments = {x.subject: x.rows for x in (ACCELERATOR, *CONFIGURATIONS.values())}
+    check_page("accelerate", {**arguments, "kwargs_handlers": HANDLERS, "methods": METHODS})
 
 
 def test_another_accumulation_in_mid_training_is_refused(monkeypatch):

@@ -10,13 +10,14 @@ import pytest
 
 pytest.importorskip("pytorch_lightning")
 
+from refusal_pages import refusals
+
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import (
     ArgumentTable,
     Row,
     overridable,
     overridden,
-    refusals,
     rows_of,
 )
 

@@ -4,16 +4,17 @@ import dataclasses
 import functools
 import inspect
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from alone_in_job import Net, adopted, assert_same, attach_alone, samples, train
+from refusal_pages import check_page
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import Row, overridable
-from fabric.integrations.huggingface.arguments import ACCELERATOR, ARGUMENTS, CALLBACK, TRAINER, page_table
+from fabric.integrations.huggingface import trl
+from fabric.integrations.huggingface.arguments import ACCELERATOR, ARGUMENTS, CALLBACK, TRAINER
 from fabric.integrations.transformers import FabricTrainer
 
 
@@ -142,5 +143,13 @@ def test_callbacks_see_the_events_of_the_trainer(tmp_path):
 
 
 def test_the_page_has_the_table():
-    page = (Path(__file__).parent.parent.parent / "docs/adopt/transformers.md").read_text()
-    assert page_table() in page, "put this into the page:\n" + page_table()
+    tables = {
+        "TrainingArguments": ARGUMENTS.rows,
+        "accelerator_config": ACCELERATOR.rows,
+        "Trainer": TRAINER.rows,
+        "methods of Trainer": TRAINER.methods,
+        "TrainerControl": CALLBACK.rows,
+        **{x.subject: x.rows for x in (*trl.CONFIGS.values(), *trl.TRAINERS.values())},
+        **{f"methods of {x.subject}": x.methods for x in trl.TRAINERS.values()},
+    }
+    check_page("transformers", tables)

@@ -1,10 +1,10 @@
 """A DataLoader is taken whole, or refused; every argument of the installed release has a row."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
+from refusal_pages import check_page
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -15,7 +15,6 @@ from torch.utils.data import (
 
 from fabric.client.loop.session import SoloSession
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import refusals
 from fabric.integrations.training_data import DATALOADER, TrainingData
 
 DATA = list(range(100, 123))
@@ -169,9 +168,7 @@ def loader_classes():
 
 
 def test_the_page_has_the_table():
-    page = (Path(__file__).parent.parent.parent / "docs/adopt/dataloader.md").read_text()
-    table = refusals({"DataLoader": DATALOADER.rows})
-    assert table in page, "put this into the page:\n" + table
+    check_page("dataloader", {"DataLoader": DATALOADER.rows})
 
 
 @pytest.mark.parametrize("kind", loader_classes(), ids=lambda x: x.__name__)

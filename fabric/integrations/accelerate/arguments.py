@@ -7,7 +7,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Row, refusals, rows_of
+from fabric.integrations.arguments import ArgumentTable, Row, rows_of
 
 _BY = "FabricAccelerator"
 
@@ -144,12 +144,6 @@ def check_plugins(accelerator: Any) -> None:
             "fabric launch, without DeepSpeed, FSDP or several processes"
         )
     ACCELERATOR.check(Accelerator, {"mixed_precision": accelerator.state.mixed_precision})
-
-
-def page_table() -> str:
-    """Return the table of docs/adopt/accelerate.md."""
-    arguments = {x.subject: x.rows for x in (ACCELERATOR, *CONFIGURATIONS.values())}
-    return refusals({**arguments, "kwargs_handlers": HANDLERS, "methods": METHODS})
 
 
 def refused_methods() -> dict[str, Row]:

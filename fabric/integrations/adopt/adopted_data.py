@@ -47,7 +47,7 @@ from fabric.client.loop.user_functions import functions_in, loops_around, search
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.living_objects import OWN_WAY, outermost_modules, wrapped
-from fabric.integrations.training_data import TrainingData
+from fabric.integrations.training_data import READING, TrainingData
 from fabric.protocol.rules.assignment import cut
 from fabric.runtime.living_objects import living
 
@@ -147,17 +147,6 @@ class BlockReader(Sampler[Any]):
 
 Loader = DataLoader[Any]
 _iterate, _length = DataLoader.__iter__, DataLoader.__len__
-# Arguments that the reading DataLoader has from the script's.
-_ARGUMENTS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
 _ALIKE = 3  # steps in a row with equal inputs that show equal data: the numbers of one may be equal by chance
 _SAME = (
     "all replicas train on the same data, because the script reads them in a fixed order: give the "
@@ -330,7 +319,8 @@ class AdoptedData:
             self._order = self._order_of(loader)
         assert self._order is not None
         self._loader, self._reader = loader, BlockReader(self._order)
-        same: Mapping[str, Any] = {name: getattr(loader, name) for name in _ARGUMENTS}
+        names = (*READING, "num_workers", "collate_fn", "persistent_workers")
+        same: Mapping[str, Any] = {name: getattr(loader, name) for name in names}
         if self._order.data.single:
             self._feeder = DataLoader(loader.dataset, batch_size=None, sampler=self._reader, **same)
         else:
@@ -479,7 +469,9 @@ class AdoptedData:
         if self._order is None or self._loader is None:
             refuse_same_data(sys._getframe(), self._reads.stream, self.replicas)  # noqa: SLF001
             return
-        if any(_is_pass(x) for cycle in living(itertools.cycle) for x in gc.get_referents(cycle)):
+        cycled = [x for cycle in living(itertools.cycle) for x in gc.get_referents(cycle)]
+        own_code = AdoptedData._pass.__code__
+        if any(isinstance(x, GeneratorType) and x.gi_code is own_code for x in cycled):
             raise ConfigError(
                 "the script repeats its DataLoader by itertools.cycle, which gives the batches of the first "
                 f"pass again: loop over the DataLoader in each epoch, or {OWN_WAY}"
@@ -723,10 +715,6 @@ def _draws_alike(node: ast.AST, values: Mapping[str, Any], methods: Collection[s
             if is_default or not (value is None or isinstance(value, (*_PLAIN, ModuleType))):
                 return False
     return True
-
-
-def _is_pass(value: object) -> bool:
-    return isinstance(value, GeneratorType) and value.gi_code is AdoptedData._pass.__code__  # noqa: SLF001
 
 
 def _in_order(loader: Loader) -> bool:

@@ -163,7 +163,7 @@ class AdoptedLoop:
             assert self.session is not None
             self.session.handover.resume(step.number)
             self.updates = True
-            self._end(step)
+            self._set_computes(not step.replayed)
         elif self._waiting is not None:
             self.updates = False
 
@@ -188,7 +188,7 @@ class AdoptedLoop:
             self._inputs.judge(step.metrics)
         if step.number == self.number:
             self.updates = True
-            self._end(step)
+            self._set_computes(not step.replayed)
             return
         self._go_over(step)
 
@@ -203,11 +203,8 @@ class AdoptedLoop:
         self._schedule.put_back()
         self._set_computes(False)
 
-    def _end(self, step: Step) -> None:
-        """The loop is at the job's step. It computes again when its gradients are wanted again."""
-        self._set_computes(not step.replayed)
-
     def _set_computes(self, computes: bool) -> None:
+        """Let the loop compute, or only count. At the job's step it computes if its gradients are wanted."""
         assert self.objects is not None
         if computes != self.computes:
             self.computes = computes

@@ -83,13 +83,6 @@ def replace_class(own: Any, ours: Any, hand_over: Callable[[], None]) -> Callabl
     return undo
 
 
-def _keep_others(framework: ModuleType) -> None:
-    """Let a framework make the trainers of another as they are: its own adapter counts on that."""
-    for name, value in list(vars(framework).items()):
-        if isinstance(value, type) and _REPLACED in vars(value):
-            setattr(framework, name, vars(value)[_REPLACED])
-
-
 class FrameworkFinder(MetaPathFinder):
     """Calls ``adopt`` with the name of each module of ``ADAPTERS`` that has been imported."""
 
@@ -124,7 +117,12 @@ def adopted_frameworks(hand_over: Callable[[str, str], None]) -> Iterator[None]:
 
         def adopt(name: str) -> None:
             adapter, framework = ADAPTERS[name], sys.modules[name]
-            _keep_others(framework)
+            # A framework makes the trainers of another as they are: its own adapter counts on that.
+            others = {
+                k: v for k, v in vars(framework).items() if isinstance(v, type) and _REPLACED in vars(v)
+            }
+            for other, adopted in others.items():
+                setattr(framework, other, vars(adopted)[_REPLACED])
             own = f"{name.partition('.')[0]}.{adapter.own}"
             stack.callback(adapter.adopt(framework, functools.partial(hand_over, own, adapter.ours)))
 

@@ -3,20 +3,14 @@
 Each replacement calls the original but where the loop only counts, see ``adopted_loop.py``.
 """
 
+import contextlib
+import functools
 import json
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fabric.integrations.adopt.adopted_loop import AdoptedLoop
-
-import contextlib
-import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils import clip_grad
@@ -26,19 +20,18 @@ from torch.utils.data import DataLoader
 if TYPE_CHECKING:
     from fabric.integrations.adopt.adopted_loop import AdoptedLoop
 
-# ``torch.save`` and ``torch.load`` of an adopted script.
-#
-# One replica writes each file, under another name first. The file has an entry more, with the step of the
-# loop. So a script that goes on from its own file, as after a restart, begins at that step.
-
-
 # The name of the entry in the archive's only folder; torch does not look for it.
 _ENTRY = "fabric-step.json"
 _MAX_BYTES = 4096
+Call = Callable[..., Any]
 
 
 class SavedFiles:
-    """Stands for ``torch.save`` and ``torch.load`` while ``loop`` runs; ``job`` is the job's name."""
+    """Stands for ``torch.save`` and ``torch.load`` while ``loop`` runs; ``job`` is the job's name.
+
+    One replica writes each file, under another name first. The file has an entry more, with the step of the
+    loop. So a script that goes on from its own file, as after a restart, begins at that step.
+    """
 
     def __init__(self, loop: "AdoptedLoop", job: str) -> None:
         self._loop = loop
@@ -114,9 +107,6 @@ def _place(file: zipfile.ZipFile) -> str:
     return f"{folder}/{_ENTRY}"
 
 
-Call = Callable[..., Any]
-
-
 @contextlib.contextmanager
 def patched(loop: "AdoptedLoop", job: str) -> Iterator[None]:
     """Within this context ``loop`` notices what the script does."""
@@ -125,10 +115,10 @@ def patched(loop: "AdoptedLoop", job: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, replace in (
             (torch.autograd, "backward", _backward),
-            (torch.nn.utils, "clip_grad_norm_", _clip_norm),
-            (clip_grad, "clip_grad_norm_", _clip_norm),
-            (torch.nn.utils, "clip_grad_value_", _clip_value),
-            (clip_grad, "clip_grad_value_", _clip_value),
+            (torch.nn.utils, "clip_grad_norm_", _clip),
+            (clip_grad, "clip_grad_norm_", _clip),
+            (torch.nn.utils, "clip_grad_value_", _clip),
+            (clip_grad, "clip_grad_value_", _clip),
             (scaler, "unscale_", _unscale),
             (scaler, "step", _scaler_step),
             (scaler, "update", _scaler_update),
@@ -158,26 +148,14 @@ def _backward(loop: "AdoptedLoop", original: Call) -> Call:
     return backward
 
 
-def _clip_norm(loop: "AdoptedLoop", original: Call) -> Call:
+def _clip(loop: "AdoptedLoop", original: Call) -> Call:
     @functools.wraps(original)
-    def clip_grad_norm_(parameters: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+    def clip(parameters: Any, *arguments: Any, **named: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         loop.on_gradient_use()
-        norm = original(parameters, *arguments, **named)
-        assert isinstance(norm, torch.Tensor)
-        return norm
+        return original(parameters, *arguments, **named)
 
-    return clip_grad_norm_
-
-
-def _clip_value(loop: "AdoptedLoop", original: Call) -> Call:
-    @functools.wraps(original)
-    def clip_grad_value_(parameters: Any, *arguments: Any, **named: Any) -> None:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        loop.on_gradient_use()
-        original(parameters, *arguments, **named)
-
-    return clip_grad_value_
+    return clip
 
 
 def _unscale(loop: "AdoptedLoop", original: Call) -> Call:

@@ -8,7 +8,6 @@ from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import (
     ArgumentTable,
-    refusals,
     unequal_optimizer,
 )
 from fabric.integrations.hook_source import Hooks, collective, kept_value
@@ -229,18 +228,3 @@ def _conditions(trainer: Any, resumes: bool, trial: Any) -> Mapping[str, bool]:
         ),
         "a hyperparameter search": trial is not None,
     }
-
-
-def page_table() -> str:
-    """Return the table of docs/adopt/transformers.md."""
-    return refusals(
-        {
-            "TrainingArguments": ARGUMENTS.rows,
-            "accelerator_config": ACCELERATOR.rows,
-            "Trainer": TRAINER.rows,
-            "methods of Trainer": TRAINER.methods,
-            "TrainerControl": CALLBACK.rows,
-            **{x.subject: x.rows for x in (*trl.CONFIGS.values(), *trl.TRAINERS.values())},
-            **{f"methods of {x.subject}": x.methods for x in trl.TRAINERS.values()},
-        }
-    )

@@ -12,7 +12,7 @@ from typing import Any
 
 from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Row, refusals, rows_of
+from fabric.integrations.arguments import ArgumentTable, Row, rows_of
 from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
 from fabric.integrations.lightning.release import ROOT
 
@@ -305,17 +305,3 @@ def _check_optimization(trainer: Any) -> None:
             "FabricStrategy gives training_step the batches of the job, and training_step takes "
             "dataloader_iter: give it the arguments batch and batch_idx"
         )
-
-
-def page_table() -> str:
-    """Return the table of docs/adopt/lightning.md."""
-    return refusals(
-        {
-            "Trainer": TRAINER.rows,
-            "callbacks": CALLBACKS,
-            "LightningModule": MODULE.methods,
-            "LightningDataModule": DATA_MODULE.methods,
-            "your own Callback": CALLBACK.methods,
-            "scheduler": SCHEDULER,
-        }
-    )

@@ -93,7 +93,10 @@ def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
 def _saved(things: Sequence[Any], methods: list[UserFunction], hooks: Hooks) -> set[str]:
     """Return the symbols of buffers, and those that methods of ``hooks.saves`` name, a framework's too."""
     saving = [x for x in methods if x.name in hooks.saves]
-    saved = {f"{id(x.thing)}.{name}" for x in saving for name in _mentioned(x.node)}
+    parts = [(x, part) for x in saving for part in ast.walk(x.node)]
+    saved = {f"{id(x.thing)}.{part.attr}" for x, part in parts if isinstance(part, ast.Attribute)}
+    words = [(x, part.value) for x, part in parts if isinstance(part, ast.Constant)]
+    saved |= {f"{id(x.thing)}.{word}" for x, word in words if isinstance(word, str)}
     saved |= {symbol for x in saving for symbol in x.symbols.values()}
     for thing in things:
         inherited = (getattr(type(thing), name, None) for name in hooks.saves)
@@ -111,7 +114,7 @@ def _steers(method: UserFunction, made: set[str], stops: Collection[str]) -> boo
                 return True
         elif isinstance(x, ast.If | ast.While) and names_read(x.test) & made:
             inside = [y for part in (*x.body, *x.orelse) for y in ast.walk(part)]
-            if any(sets_rate(y) or (isinstance(y, ast.Attribute) and _is_set(y, stops)) for y in inside):
+            if any(sets_rate(y) or _is_set(y, stops) for y in inside):
                 return True
         elif isinstance(x, ast.Assign | ast.AugAssign) and sets_rate(x) and names_read(x.value) & made:
             return True
@@ -173,12 +176,6 @@ def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
             for name in names:
                 if isinstance(name, ast.Constant) and isinstance(name.value, str):
                     yield name.value, method.name, value
-
-
-def _mentioned(node: ast.AST) -> set[str]:
-    """Return the attributes and words that a method names."""
-    words = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant) and isinstance(x.value, str)}
-    return words | {x.attr for x in ast.walk(node) if isinstance(x, ast.Attribute)}
 
 
 def _reached(methods: list[UserFunction], hooks: Collection[str]) -> list[UserFunction]:
@@ -257,8 +254,8 @@ def _grown(method: UserFunction) -> Iterator[tuple[str, int]]:
             yield from [(dotted(x.func.value), x.lineno)] if method.shared([dotted(x.func.value)]) else []
 
 
-def _is_set(node: ast.Attribute, names: Collection[str]) -> bool:
-    return node.attr in names and isinstance(node.ctx, ast.Store)
+def _is_set(node: ast.AST, names: Collection[str]) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.ctx, ast.Store)
 
 
 def _results(method: UserFunction) -> Iterator[ast.expr]:

@@ -128,7 +128,10 @@ class _Measured:
             for node in ast.walk(loop):
                 if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
                     if node.value is not None and self.measures(node.value):
-                        self.names |= set(stores([node])) - self._counts(node.value)
+                        # ``step = train(model, step)`` measures none of the whole numbers that it gets.
+                        given = {x.id for x in ast.walk(node.value) if isinstance(x, ast.Name)}
+                        counts = {name for name in given if type(self._values.get(name)) is int}
+                        self.names |= set(stores([node])) - counts
                         self.names |= set(_tables(node))
                 elif isinstance(node, ast.For) and self.measures(node.iter):
                     self.names |= set(stores([node.target]))
@@ -163,11 +166,6 @@ class _Measured:
         if isinstance(node, ast.Name):
             return node.id in self.names
         return any(self.measures(x) for x in ast.iter_child_nodes(node))
-
-    def _counts(self, call: ast.expr) -> set[str]:
-        """Return the whole numbers that a call gets: ``step = train(model, step)`` measures none."""
-        given = {x.id for x in ast.walk(call) if isinstance(x, ast.Name)}
-        return {name for name in given if type(self._values.get(name)) is int}
 
     def _changed(self, call: ast.Call, loop: ast.stmt) -> Iterator[str]:
         """Yield the name of a list, or of a user's object, that a statement gives what is measured."""

@@ -75,7 +75,6 @@ class ScriptGradients:
             )
 
     def drop(self) -> None:
-        """Leave no gradient."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -117,7 +116,6 @@ class RepeatedOutputs:
         self._stdout: TextIO | None = None
 
     def open(self, model: torch.nn.Module) -> None:
-        """Answer the calls of ``model``."""
         if self._undo is not None:
             return
         kind, outputs = type(model), dict[object, Any]()
@@ -142,7 +140,6 @@ class RepeatedOutputs:
         self._stdout, sys.stdout = sys.stdout, _Nowhere(sys.stdout)
 
     def close(self) -> None:
-        """Let the model compute again."""
         if self._undo is not None:
             self._undo()
             assert self._stdout is not None
@@ -159,7 +156,6 @@ class _Nowhere:
         return getattr(self._behind, name)
 
     def write(self, text: str) -> int:
-        """Drop ``text``."""
         return len(text)
 
 

@@ -98,7 +98,8 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
             complete = super().prepare_data_loader(data_loader, *arguments, **named)
         finally:
             self._replica.prepares = False
-        own = self._replica.take_loader(data_loader, complete)
+        own = JobDataLoader(data_loader, complete, self._replica)
+        self._replica.loaders.append(own)
         self._dataloaders[self._dataloaders.index(complete)] = own
         return own
 
@@ -286,7 +287,7 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         if not replica.is_writer:
             self.project_configuration.iteration += 0 if named_by_script else 1
             return output_dir
-        with replica.busy("saving a checkpoint"):
+        with replica.session.busy("saving a checkpoint", self.busy_s):
             if output_dir is None or not named_by_script:
                 folder = Path(super().save_state(output_dir, *arguments, **named))
                 replica.note_step(folder)

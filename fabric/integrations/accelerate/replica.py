@@ -117,7 +117,6 @@ class JobDataLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """The number of samples of the data set."""
         return len(self.dataset)  # type: ignore[arg-type]
 
 
@@ -187,9 +186,9 @@ class AcceleratedReplica:
         self.triggers = Triggers()
         self._accelerator, self._arguments = accelerator, arguments
         self._until, self._seed = until, seed
-        self._loaders: list[JobDataLoader] = []
+        self.loaders: list[JobDataLoader] = []
         self._loader: JobDataLoader | None = None  # the training's, once the loop reads it
-        self._session: Any = None
+        self.session: Any = None
         self._loop: _ScriptLoop | None = None
         self._step = 0  # step of the checkpoint that the script has loaded
         self._closed = self._loop_ended = False
@@ -209,19 +208,14 @@ class AcceleratedReplica:
             if kind:
                 raise ConfigError(f"FabricAccelerator cannot keep replicas equal with the optimizer {kind}")
 
-    def take_loader(self, source: Any, complete: Any) -> JobDataLoader:
-        """Return a DataLoader of ours in place of the script's. ``complete``: as accelerate prepares it."""
-        self._loaders.append(JobDataLoader(source, complete, self))
-        return self._loaders[-1]
-
     def trains_on(self, loader: JobDataLoader) -> bool:
         """Whether ``loader`` is the training's: the first one whose order changes, else the first.
 
         A wrong guess is noticed: ``backward`` takes only the loss of a batch of this DataLoader.
         """
         if self._loader is None:
-            changing = [x for x in self._loaders if not x.is_in_order]
-            return loader is (changing or self._loaders)[0]
+            changing = [x for x in self.loaders if not x.is_in_order]
+            return loader is (changing or self.loaders)[0]
         return loader is self._loader
 
     @property
@@ -254,7 +248,7 @@ class AcceleratedReplica:
                 "weigh the loss by a count of steps"
             )
         model, data, state = accelerator.unwrap_model(models[0]), loader.data, self._state()
-        self._session = attach_in(
+        self.session = attach_in(
             _WORDS, model, [x.optimizer for x in optimizers], state, {"step": self._step, **self._arguments}
         )
         atexit.register(self._close_at_exit)
@@ -263,7 +257,7 @@ class AcceleratedReplica:
         if fixed:
             self._say(f"{fixed}: if a replica dies, its part of a step is left out until it is back")
         feed = data.feed(
-            self._session,
+            self.session,
             self._until,
             global_batch_size=self.global_batch(data),
             seed=self._seed,
@@ -289,7 +283,6 @@ class AcceleratedReplica:
     # --- micro-batches ----------------------------------------------------------------------------------
 
     def micro_batches(self, loader: JobDataLoader, is_first: bool) -> Iterator[Any]:
-        """Yield what the loop gets in a pass."""
         loop = self.begin(loader)
         end, self._loop_ended = loader.end_of_pass(loop.number, is_first), False
         while loop.number < end and loop.find_step(self._until):
@@ -331,7 +324,7 @@ class AcceleratedReplica:
                 "make one data set of both, whose samples are pairs"
             )
         loop.waits = False
-        self.triggers.send(self._session)
+        self.triggers.send(self.session)
         loop.backward(scaler.scale(loss) if scaler is not None and loop.computes else loss, weight)
         if loop.is_complete:
             self.triggers.receive(None if self.goes_over else loop.feed.step)
@@ -342,8 +335,8 @@ class AcceleratedReplica:
     @property
     def is_writer(self) -> bool:
         """Whether this replica writes for all; before the loop begins, the replica of data slot 0."""
-        if self._session is not None:
-            return bool(self._session.is_writer) and not self.goes_over
+        if self.session is not None:
+            return bool(self.session.is_writer) and not self.goes_over
         return self.data_slot == 0
 
     def note_update(self) -> bool:
@@ -361,13 +354,9 @@ class AcceleratedReplica:
                 "replica"
             )
 
-    def busy(self, why: str) -> Any:
-        """Tell the others what this replica does."""
-        return self._session.busy(why, self._accelerator.busy_s)
-
     def note_step(self, folder: Path) -> None:
         """Write the job's step beside a checkpoint of the Accelerator."""
-        step = self._session.committed_step if self._session is not None else self._step
+        step = self.session.committed_step if self.session is not None else self._step
         (folder / STEP_FILE).write_text(json.dumps({"step": step}) + "\n")
 
     def read_step(self, folder: Path) -> None:
@@ -380,8 +369,7 @@ class AcceleratedReplica:
         self._step = int(json.loads(path.read_text())["step"]) if path.exists() else 0
 
     def close(self) -> None:
-        """Wait for the end of the other replicas' loops."""
-        if self._session is None or self._closed:
+        if self.session is None or self._closed:
             return
         self._closed = True
         assert self._loop is not None
@@ -393,7 +381,7 @@ class AcceleratedReplica:
             )
             raise SystemExit(FAILED)
         self._loop.outputs.close()
-        self._session.close()
+        self.session.close()
 
     def _say(self, sentence: str) -> None:
         sys.stderr.write(f"fabric: {self.name}: {sentence}\n")
@@ -404,7 +392,7 @@ class AcceleratedReplica:
 
     def _close_at_exit(self) -> None:
         # A script whose loop ran to its end may leave out end_training. Any other end is a death.
-        reached = self._session is not None and self._session.committed_step >= self._until
+        reached = self.session is not None and self.session.committed_step >= self._until
         if self._loop_ended or reached:
             self.close()
 
@@ -521,7 +509,6 @@ class Triggers:
         self._jobs = False
 
     def set(self) -> None:
-        """Set the trigger on this replica."""
         self._own = True
 
     def send(self, session: Any) -> None:

@@ -186,11 +186,9 @@ class AdoptedSampler(StepSampler):
         self._data, self._order, self._batches = data, order, batches
 
     def indices(self, step: int) -> list[int]:
-        """Return the indices of this rank's part of ``step``."""
         return [i for block in self._data.blocks_of(step) for i in self._order.indices(block)]
 
     def take(self, step: int) -> bool:
-        """Return whether the loop has computed the batches of ``step``."""
         return self._data.take(step)
 
     def describe(self) -> dict[str, Any]:
@@ -664,19 +662,16 @@ def refuse_same_data(frame: FrameType | None, stream: object, replicas: int) -> 
         )
     else:
         inner, loops = around[0]
-        alike = _inputs_alike(loops[0], {**inner.f_globals, **inner.f_locals})
+        # All that the model gets is made from generators of the script's own and from numbers.
+        values = {**inner.f_globals, **inner.f_locals}
+        names, made = _made_inputs(loops[0], values)
+        parts = [x for _, value in made for x in ast.walk(value)]
+        is_drawn = any(isinstance(x, ast.keyword) and x.arg == "generator" for x in parts)
+        is_made_here = names <= {name for stored, _ in made for name in stored}
+        values |= dict.fromkeys(stores([loops[0]]))
+        alike = is_drawn and is_made_here and all(_draws_alike(x, values, ()) for _, x in made)
     if alike:
         raise ConfigError(_SAME)
-
-
-def _inputs_alike(loop: ast.stmt, values: Mapping[str, Any]) -> bool:
-    """Whether the loop makes what its model gets from generators of the script's own and from numbers."""
-    own = dict.fromkeys(stores([loop]))
-    names, made = _made_inputs(loop, values)
-    parts = [x for _, value in made for x in ast.walk(value)]
-    is_drawn = any(isinstance(x, ast.keyword) and x.arg == "generator" for x in parts)
-    is_made_here = names <= {name for stored, _ in made for name in stored}
-    return is_drawn and is_made_here and all(_draws_alike(x, {**values, **own}, ()) for _, x in made)
 
 
 def _made_inputs(

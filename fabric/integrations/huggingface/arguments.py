@@ -182,26 +182,14 @@ def refuse(trainer: Any, base: type, resumes: bool, trial: Any) -> None:
 
 
 # Methods that run in each step, and those whose values are shared state or lie in files.
-_RUNNING = [
-    "compute_loss",
-    "training_step",
-    "forward",
-    "on_step_begin",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_substep_end",
-    "on_step_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-]
-_EVALUATING = (
-    "evaluate",
-    "evaluation_loop",
-    "prediction_step",
-    "on_evaluate",
-    "on_prediction_step",
-    "__call__",  # of compute_metrics
+_RUNNING = (
+    *("compute_loss", "training_step", "forward", "on_step_begin", "on_pre_optimizer_step"),
+    *("on_optimizer_step", "on_substep_end", "on_step_end", "on_epoch_begin", "on_epoch_end"),
 )
+_EVALUATING = (
+    *("evaluate", "evaluation_loop", "prediction_step", "on_evaluate", "on_prediction_step"),
+    "__call__",
+)  # __call__ of compute_metrics
 _SAVES = ("state", "shared_state", "state_dict", "get_extra_state")
 
 

@@ -157,7 +157,6 @@ class TrainerCounters:
         self._values = self._now(trainer._tr_loss.item(), of_trainer)  # noqa: SLF001
 
     def apply(self) -> None:
-        """Put the counters into the Trainer."""
         trainer, values = self._trainer, self._values
         trainer._tr_loss = torch.tensor(values["_tr_loss"], device=trainer.args.device)  # noqa: SLF001
         for name in _OF_TRAINER:
@@ -170,11 +169,9 @@ class TrainerCounters:
                 setattr(callback, name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters of the last step boundary."""
         return self._values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the job's counters."""
         self._values = dict(state)
         self.apply()
 
@@ -526,7 +523,6 @@ class EpochPlace(TrainerCallback):  # type: ignore[misc]
         self._job = job
 
     def on_epoch_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
-        """Restore the job's values."""
         self._job.undo_hooks()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:

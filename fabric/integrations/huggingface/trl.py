@@ -148,14 +148,18 @@ class TrlFigures:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        own = trl_class(trainer)
-        self._lists: Any = trainer._metrics["train"] if own is not None else {}  # noqa: SLF001
+        is_of_trl = trl_class(trainer) is not None
+        self._lists: Any = trainer._metrics["train"] if is_of_trl else None  # noqa: SLF001
+        self._counts_tokens = is_of_trl and hasattr(trainer, "_total_train_tokens")
 
     @contextlib.contextmanager
     def of_micro_batch(self) -> Iterator[dict[str, float]]:
         """Take the numbers that a micro-batch adds out of the lists, into the yielded sums."""
         sums: dict[str, float] = {}
-        kept, tokens = self.state_dict(), self._tokens
+        if self._lists is None:
+            yield sums
+            return
+        kept = self.state_dict()
         self._lists.clear()
         try:
             yield sums
@@ -163,39 +167,42 @@ class TrlFigures:
                 valid = [x for x in numbers if x == x]  # trl leaves out what is not a number
                 if valid and name != "num_tokens":
                     sums |= {_SUM + name: float(sum(valid)), _COUNT + name: float(len(valid))}
-            sums |= {_OWN: float(self._tokens - tokens)} if self._tokens != tokens else {}
+            tokens = self._tokens() - kept["tokens"][0]
+            sums |= {_OWN: float(tokens)} if tokens else {}
         finally:
-            self.load_state_dict({**kept, "tokens": [tokens]})
+            self.load_state_dict(kept)
 
     def add_step(self, totals: Mapping[str, float]) -> None:
         """Add the numbers of a whole step of the job."""
-        self._tokens += int(totals.get(_OWN, 0.0))
+        if self._lists is None:
+            return
+        self._set_tokens(self._tokens() + totals.get(_OWN, 0.0))
         for name in sorted(totals):
             if name.startswith(_SUM):
                 figure, count = name.removeprefix(_SUM), int(totals[_COUNT + name.removeprefix(_SUM)])
                 self._lists[figure] += [totals[name] / count] * count
                 seen = self._trainer.state.num_input_tokens_seen + int(totals.get("tokens", 0.0))
-                self._lists["num_tokens"] = [self._tokens or seen]
+                self._lists["num_tokens"] = [self._tokens() or seen]
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return the numbers that no log has yet, and the tokens that the trainer counts itself."""
-        return {**{name: list(x) for name, x in sorted(self._lists.items())}, "tokens": [self._tokens]}
+        if self._lists is None:
+            return {}
+        return {**{name: list(x) for name, x in sorted(self._lists.items())}, "tokens": [self._tokens()]}
 
     def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
-        """Take over numbers and tokens."""
-        self._lists.clear()
-        self._lists.update({name: list(x) for name, x in state.items() if name != "tokens"})
-        self._tokens = int(state["tokens"][0])
+        if self._lists is not None:
+            self._lists.clear()
+            self._lists.update({name: list(x) for name, x in state.items() if name != "tokens"})
+            self._set_tokens(state["tokens"][0])
 
-    @property
     def _tokens(self) -> int:
-        """Tokens since the training began, where the trainer counts them itself; else 0."""
-        return int(getattr(self._trainer, "_total_train_tokens", 0))
+        """Return the tokens since the training began, where the trainer counts them itself; else 0."""
+        return int(self._trainer._total_train_tokens) if self._counts_tokens else 0  # noqa: SLF001
 
-    @_tokens.setter
-    def _tokens(self, tokens: int) -> None:
-        if hasattr(self._trainer, "_total_train_tokens"):
-            self._trainer._total_train_tokens = tokens  # noqa: SLF001
+    def _set_tokens(self, tokens: float) -> None:
+        if self._counts_tokens:
+            self._trainer._total_train_tokens = int(tokens)  # noqa: SLF001
 
 
 def trl_class(trainer: Any) -> type | None:

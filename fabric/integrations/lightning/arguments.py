@@ -64,23 +64,12 @@ TRAINER = ArgumentTable(
 )
 
 # Methods that run in each step, and those whose values are shared state.
-_RUNNING = [
-    "training_step",
-    "forward",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "lr_scheduler_step",
-    "configure_gradient_clipping",
-    "on_before_batch_transfer",
-    "on_after_batch_transfer",
-]
+_RUNNING = (
+    *("training_step", "forward", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "lr_scheduler_step"),
+    *("configure_gradient_clipping", "on_before_batch_transfer", "on_after_batch_transfer"),
+)
 _EVALUATING = (
     *("validation_step", "on_validation_start", "on_validation_end", "on_validation_epoch_start"),
     *("on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end"),

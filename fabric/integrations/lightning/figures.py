@@ -42,7 +42,6 @@ class TorchmetricsStates:
         self._seen: dict[str, tuple[int, _States]] = {}  # those that have been told to the others
 
     def begin(self) -> None:
-        """Remember the states at a step boundary."""
         self._before = {name: _state_of(metric) for name, metric in self.metrics.items()}
         self._seen = dict(self._before)
 
@@ -90,7 +89,6 @@ class TorchmetricsStates:
         return {name: {"updates": updates, "states": values} for name, (updates, values) in states.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the job's states."""
         self._trained = set(state)
         for name, saved in state.items():
             _put(self.metrics[name], saved["updates"], saved["states"], {})
@@ -280,7 +278,6 @@ class JobFigures:
         return {"totals": totals, "metrics": self._states.state_dict(), "steering": steering}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the job's figures."""
         self._standing = None
         self.totals = {name: list(sums) for name, sums in state["totals"].items()}
         self._states.load_state_dict(state["metrics"])

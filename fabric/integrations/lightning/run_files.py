@@ -41,7 +41,6 @@ class CallbackStates:
         self._callbacks = {f"{n} {type(x).__name__}": x for n, x in enumerate(shared)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states by name."""
         states = {}
         for name, callback in self._callbacks.items():
             states[name] = callback.state_dict()
@@ -141,7 +140,6 @@ class RunFiles:
         self._saved |= self._names(path)
 
     def note_removed(self, path: Any) -> None:
-        """Note that the job removes the checkpoint at ``path``."""
         self._saved -= self._names(path)
 
     def _exists(self, path: Any, _trainer: Any = None) -> bool:
@@ -159,7 +157,6 @@ class RunFiles:
         return {"versions": [x.version for x in self._numbered], "saved": sorted(self._saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the job's folders."""
         for logger, version in zip(self._numbered, state["versions"], strict=True):
             if logger.version != version:
                 before = logger.log_dir

@@ -162,7 +162,6 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         return self.session is None or bool(self.session.is_writer)
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, *arguments: Any, **named: Any) -> None:
-        """Save on the replica that writes files."""
         if self._job is not None:
             self._job.files.note_saved(filepath)
         if self.is_global_zero:
@@ -170,7 +169,6 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
                 super().save_checkpoint(checkpoint, filepath, *arguments, **named)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove on the replica that writes files."""
         if self._job is not None:
             self._job.files.note_removed(filepath)
         if self.is_global_zero:
@@ -184,7 +182,6 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         super().on_validation_start()
 
     def on_validation_end(self) -> None:
-        """The validation is over."""
         super().on_validation_end()
         self._busy.close()
 

@@ -158,13 +158,7 @@ class AveragedWork:
         self._manager.settle_gradients()
         return True
 
-    def synchronize(self) -> None:
-        """As ``wait``."""
-        self.wait()
-
-    def block_current_stream(self, timeout: timedelta | None = None) -> None:
-        """As ``wait``."""
-        self.wait()
+    synchronize = block_current_stream = wait
 
     def get_future(self) -> Future[Any]:
         """Return a future that has the averaged tensor already, after a ``wait``."""

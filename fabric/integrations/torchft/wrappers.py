@@ -18,17 +18,9 @@ from fabric.integrations.torchft.managed_steps import Manager
 
 # Arguments of torch's DistributedDataParallel that change how it sends, and not what the result is.
 _WITHOUT_EFFECT = {
-    "broadcast_buffers",
-    "bucket_cap_mb",
-    "check_reduction",
-    "device_ids",
-    "dim",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "init_sync",
-    "output_device",
-    "skip_all_reduce_unused_params",
-    "static_graph",
+    *("broadcast_buffers", "bucket_cap_mb", "check_reduction", "device_ids", "dim"),
+    *("find_unused_parameters", "gradient_as_bucket_view", "init_sync", "output_device"),
+    *("skip_all_reduce_unused_params", "static_graph"),
 }
 
 
@@ -94,15 +86,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return getattr(self.optim, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer's, before the first step."""
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the wrapped optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

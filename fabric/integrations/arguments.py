@@ -24,7 +24,7 @@ _LONGEST = 60  # characters of a value in a sentence
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What fabric does with an argument. ``kind``: "kept", "idle" or "refused"; ``words`` say more.
+    """The treatment of one argument. ``kind``: "kept", "idle" or "refused"; ``words`` say more.
 
     kept: the training is as the argument says, and the words name the test or recipe that shows it. idle: the
     argument does not change what is trained, and the words say what it does. refused: any value but the

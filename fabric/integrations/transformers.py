@@ -281,10 +281,19 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
         with self._busy("saving a checkpoint"):
             self._files.save(partial(super()._save_checkpoint, model, trial), self._job.session)
 
-    def _busy(self, why: str) -> contextlib.AbstractContextManager[None]:
-        if self._job is None or not self._job.runs or self._job.is_busy:
-            return contextlib.nullcontext()
-        return self._job.busy(why, self.busy_s)
+    @contextlib.contextmanager
+    def _busy(self, why: str) -> Iterator[None]:
+        """Tell the others what this replica does between two steps, unless it has told them already."""
+        job = self._job
+        if job is None or not job.runs or job.is_busy:
+            yield
+            return
+        job.is_busy = True
+        try:
+            with job.session.busy(why, self.busy_s):
+                yield
+        finally:
+            job.is_busy = False
 
 
 __all__ = ["ConfigError", "FabricError", "FabricTrainer"]

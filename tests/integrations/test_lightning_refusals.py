@@ -213,6 +213,7 @@ class ManualJob:
 
     def __init__(self, parameter, following):
         self.parameter, self.following, self.kept, self.has_batch = parameter, iter(following), None, True
+        self.gradients = self
 
     def next_micro_batch(self):
         following = next(self.following, None)

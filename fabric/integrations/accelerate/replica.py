@@ -31,7 +31,6 @@ from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED
 from fabric.integrations.adopt.living_objects import schedulers_of
 from fabric.integrations.arguments import unequal_optimizer
-from fabric.integrations.measured_values import measured_value
 from fabric.integrations.script_state import (
     RepeatedOutputs,
     ScriptGradients,
@@ -40,6 +39,7 @@ from fabric.integrations.script_state import (
     say_goes_over,
 )
 from fabric.integrations.training_data import StepFeed, TrainingData, attach_in
+from fabric.integrations.user_source import measured_value
 from fabric.runtime.config import Settings, launched_ranks, parse_replicas
 from fabric.runtime.process_environment import without_launcher
 

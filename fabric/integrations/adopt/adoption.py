@@ -19,9 +19,8 @@ from typing import Any
 import fabric.client
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError
-from fabric.integrations.adopt.adopted_loop import AdoptedLoop
+from fabric.integrations.adopt.adopted_loop import AdoptedLoop, patched
 from fabric.integrations.adopt.living_objects import OWN_WAY
-from fabric.integrations.adopt.patches import patched
 from fabric.runtime import config
 
 
@@ -32,15 +31,6 @@ class Adapter:
     own: str  # the framework's class, in the module that ADAPTERS names
     module: str
     ours: str  # class of ``module``
-
-    def adopt(self, framework: ModuleType, hand_over: Callable[[], None]) -> Callable[[], None]:
-        """Take the place of the class; return how to undo that. A made trainer calls ``hand_over`` first."""
-        adapter = importlib.import_module(self.module)
-        own, ours = getattr(framework, self.own), getattr(adapter, self.ours)
-        if not issubclass(ours, own):
-            undo: Callable[[], None] = adapter.adopt_trainer(own, hand_over)
-            return undo
-        return replace_class(own, ours, hand_over)
 
 
 _LIGHTNING = Adapter("Trainer", "fabric.integrations.lightning", "FabricStrategy")
@@ -123,8 +113,13 @@ def adopted_frameworks(hand_over: Callable[[str, str], None]) -> Iterator[None]:
             }
             for other, adopted in others.items():
                 setattr(framework, other, vars(adopted)[_REPLACED])
-            own = f"{name.partition('.')[0]}.{adapter.own}"
-            stack.callback(adapter.adopt(framework, functools.partial(hand_over, own, adapter.ours)))
+            announce = functools.partial(hand_over, f"{name.partition('.')[0]}.{adapter.own}", adapter.ours)
+            module = importlib.import_module(adapter.module)
+            own, ours = getattr(framework, adapter.own), getattr(module, adapter.ours)
+            if issubclass(ours, own):
+                stack.callback(replace_class(own, ours, announce))
+            else:
+                stack.callback(module.adopt_trainer(own, announce))
 
         finder = FrameworkFinder(adopt)
         sys.meta_path.insert(0, finder)

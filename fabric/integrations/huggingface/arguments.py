@@ -10,8 +10,8 @@ from fabric.integrations.arguments import (
     ArgumentTable,
     unequal_optimizer,
 )
-from fabric.integrations.hook_source import Hooks, collective, kept_value
 from fabric.integrations.huggingface import trl
+from fabric.integrations.user_source import Hooks, collective, kept_value
 
 BY = "FabricTrainer"
 

@@ -4,10 +4,9 @@ While a job runs, the Trainer's loop finds the job's methods in place of four of
 ``training_step`` without inputs, and the job calls the Trainer's own ``training_step`` once per micro-batch.
 """
 
-import contextlib
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,7 @@ class TrainerCounters:
             "_tr_loss": loss,
             **of_trainer,
             **{name: getattr(self._trainer.state, name) for name in _OF_STATE},
-            "callbacks": _callback_states(self._trainer),
+            "callbacks": [dict(x.state()["attributes"]) for x in _stateful(self._trainer)],
             "figures": self._figures.state_dict(),
         }
 
@@ -179,10 +178,6 @@ class TrainerCounters:
 def _stateful(trainer: Any) -> list[Any]:
     """Return the callbacks that the Trainer itself saves in its checkpoints, such as early stopping."""
     return [x for x in trainer.callback_handler.callbacks if hasattr(x, "state") and hasattr(x, "from_state")]
-
-
-def _callback_states(trainer: Any) -> list[dict[str, Any]]:
-    return [dict(callback.state()["attributes"]) for callback in _stateful(trainer)]
 
 
 # TensorBoard's curve of a Trainer goes on in one folder, whichever replica writes it.
@@ -301,7 +296,7 @@ class TrainerJob:
         trainer = self._trainer
         trainer.accelerator.backward = self._backward
         trainer.training_step = self._loop_step
-        trainer.floating_point_ops = lambda _inputs: self.take_total("flos")
+        trainer.floating_point_ops = lambda _inputs: self._totals.pop("flos", 0.0)  # once a step
         trainer._track_num_input_tokens = self._track_tokens  # noqa: SLF001
         optimizer.register_step_pre_hook(self._forbid_update)
         trainer.callback_handler.callbacks.insert(0, EpochPlace(self))
@@ -410,12 +405,8 @@ class TrainerJob:
         if control.should_training_stop and state.global_step < self.until:
             self.wants_stop, control.should_training_stop = True, False
 
-    def take_total(self, name: str) -> float:
-        """Return a sum of the whole step once, after its last micro-batch."""
-        return self._totals.pop(name, 0.0)
-
     def _track_tokens(self, _inputs: Any) -> None:
-        self._trainer.state.num_input_tokens_seen += int(self.take_total("tokens"))
+        self._trainer.state.num_input_tokens_seen += int(self._totals.pop("tokens", 0.0))
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -465,16 +456,6 @@ class TrainerJob:
             )
 
     # --- evaluation -------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def busy(self, why: str, at_most_s: float) -> Iterator[None]:
-        """Tell the others what this replica does between two steps."""
-        self.is_busy = True
-        try:
-            with self.session.busy(why, at_most_s):
-                yield
-        finally:
-            self.is_busy = False
 
     def may_skip_evaluation(self) -> bool:
         """Whether this replica only catches up, and no state depends on the evaluation's figures."""

@@ -13,8 +13,8 @@ from typing import Any
 from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Row, rows_of
-from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
 from fabric.integrations.lightning.release import ROOT
+from fabric.integrations.user_source import Hooks, collective, kept_value, skips
 
 _pl: Any = importlib.import_module(ROOT)
 _signature: Any = importlib.import_module(f"{ROOT}.utilities.signature_utils")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fabric.errors import ConfigError
-from fabric.integrations.hook_source import logged_by
 from fabric.integrations.lightning.release import ROOT
+from fabric.integrations.user_source import logged_by
 
 # The states of the torchmetrics in a LightningModule, which each replica changes by its own
 # micro-batches.

@@ -78,7 +78,7 @@ class ManualSteps:
             run(job.scale())
             self._following = job.next_micro_batch()
             if self._following is not None:
-                job.set_aside()
+                job.gradients.set_aside()
                 raise _NextMicroBatch
         return loss.detach()
 
@@ -237,7 +237,7 @@ class LightningJob:
         is_manual = not trainer.lightning_module.automatic_optimization
         self.manual = ManualSteps(trainer, self) if is_manual else None
         self._strategy, self._trainer, self._arguments = strategy, trainer, arguments
-        self._gradients = ScriptGradients(trainer.lightning_module)  # the average waits for the update
+        self.gradients = ScriptGradients(trainer.lightning_module)  # the average waits for the update
         self.figures = JobFigures(trainer)
         self.files = RunFiles(trainer)
         self._log = LogWriter(trainer)
@@ -316,7 +316,7 @@ class LightningJob:
             self._place_is_set = True
             set_place(self._trainer, step.number, self.epochs)
             self._script_state.put_back()
-        self._gradients.drop()  # Lightning's zeroes come with the first backward pass, which may be missing
+        self.gradients.drop()  # Lightning's zeroes come with the first backward pass, which may be missing
         self._log.turn(self.session.is_writer)
         self.figures.begin_step()
         return self.epochs.batches_of(step.number)
@@ -328,7 +328,7 @@ class LightningJob:
         self.figures.idle = not self.has_batch
         if batch is not None:
             return batch
-        self.set_aside()
+        self.gradients.set_aside()
         assert self._feed.step is not None
         # The Trainer skips a step whose batch is None.
         return last if last is not None else self._feed.data.fetch(self._feed.step.number, 0)
@@ -389,14 +389,10 @@ class LightningJob:
                     _call._call_strategy_hook(trainer, "backward", loss, optimizer)  # noqa: SLF001
         self.bring_back()
 
-    def set_aside(self) -> None:
-        """Keep the gradients from the loop, which zeroes them before each backward pass."""
-        self._gradients.set_aside()
-
     def bring_back(self) -> None:
-        """Put the gradients that ``set_aside`` has kept into ``.grad``."""
+        """Put the average, which was kept from the loop's zeroes, into ``.grad``."""
         step = self._feed.step
-        if self._gradients.bring_back() and step is not None and step.done:
+        if self.gradients.bring_back() and step is not None and step.done:
             self._feed.session.handover.resume(step.number)  # the Trainer has computed a forward since
 
 

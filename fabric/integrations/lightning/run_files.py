@@ -129,7 +129,12 @@ class RunFiles:
         kept = [x for x in trainer.callbacks if isinstance(x, _callbacks.ModelCheckpoint)]
         timed = {x.dirpath for x in kept if saves_by_time(x)}
         self._checkpoints = [x for x in kept if x.dirpath and x.dirpath not in timed]
-        self._saved = {name for n, x in enumerate(self._checkpoints) for name in _files(n, x)}
+        self._saved = {
+            f"{n} {path.relative_to(x.dirpath)}"
+            for n, x in enumerate(self._checkpoints)
+            for path in Path(x.dirpath).rglob("*")
+            if path.is_file()
+        }
         for callback in self._checkpoints:
             callback.file_exists = self._exists
 
@@ -167,11 +172,6 @@ class RunFiles:
                             Path(logger.log_dir, os.path.relpath(callback.dirpath, before))
                         )
         self._saved = set(state["saved"])
-
-
-def _files(number: int, callback: Any) -> set[str]:
-    folder = Path(callback.dirpath)
-    return {f"{number} {path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
 
 
 def write_nothing() -> None:

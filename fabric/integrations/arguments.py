@@ -10,71 +10,60 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from types import MappingProxyType
 from typing import Any
 
 from fabric.errors import ConfigError
+from fabric.runtime import config
+from fabric.runtime.config import Settings
 
 _LONGEST = 60  # characters of a value in a sentence
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The training is as the argument says. ``shown_by``: the test or recipe that shows it."""
+class Row:
+    """The treatment of one argument. ``kind``: "kept", "idle" or "refused"; ``words`` say more.
 
-    shown_by: str
-
-
-@dataclass(frozen=True, slots=True)
-class NoInfluence:
-    """The argument does not change what is trained. ``why``: what it does."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Any value but the default is refused. ``why``: the reason and the remedy, for the end of a sentence.
-
+    kept: the training is as the argument says, and the words name the test or recipe that shows it. idle: the
+    argument does not change what is trained, and the words say what it does. refused: any value but the
+    default is refused, and the words are the reason and the remedy, for the end of a sentence.
     ``accepts``: tells which other values are as good as the default.
     """
 
-    why: str
+    kind: str
+    words: str
     accepts: Callable[[Any], bool] | None = None
 
 
-Row = Kept | NoInfluence | Refusal
+Accepts = Mapping[str, Callable[[Any], bool]]
 
 
-_KINDS: Mapping[str, Callable[[str], Row]] = {"kept": Kept, "idle": NoInfluence, "refused": Refusal}
-
-
-def rows_of(text: str, accepts: Mapping[str, Callable[[Any], bool]] = MappingProxyType({})) -> dict[str, Row]:
-    """Return the rows of a table: a line of ``text`` has names, kept, idle or refused, and the row's words.
+def rows_of(text: str, accepts: Accepts = MappingProxyType({})) -> dict[str, Row]:
+    """Return the rows of a table: a line of ``text`` has names, the kind of their row, and its words.
 
     A line that is indented goes on with the line before. ``accepts``: that of refusals, by name.
     """
     rows: dict[str, Row] = {}
-    for line in re.sub(r"\n +", " ", inspect.cleandoc(text)).splitlines():
+    for line in filter(None, re.sub(r"\n +", " ", inspect.cleandoc(text)).splitlines()):
         names, kind, words = line.split(" | ")
-        rows |= dict.fromkeys(names.split(), _KINDS[kind](words))
-    return rows | {name: Refusal(rows[name].why, test) for name, test in accepts.items()}  # type: ignore[union-attr]
+        assert kind in ("kept", "idle", "refused"), line
+        rows |= dict.fromkeys(names.split(), Row(kind, words))
+    return rows | {name: replace(rows[name], accepts=test) for name, test in accepts.items()}
 
 
 class ArgumentTable:
     """The rows of one API. ``subject``: its name, as users write it; ``by``: the part of fabric that refuses.
 
-    ``methods``: rows of the methods that a user's subclass may override.
+    ``rows`` and ``accepts`` are as in ``rows_of``. ``methods``: the rows of methods that users may override.
     """
 
     def __init__(
-        self, subject: str, by: str, rows: Mapping[str, Row], methods: Mapping[str, Row] | None = None
+        self, subject: str, by: str, rows: str, accepts: Accepts = MappingProxyType({}), methods: str = ""
     ) -> None:
-        self.subject, self.by, self.rows, self.methods = subject, by, dict(rows), dict(methods or {})
-
-    # --- arguments ----------------------------------------------------------------------------------------
+        self.subject, self.by = subject, by
+        self.rows, self.methods = rows_of(rows, accepts), rows_of(methods)
 
     def unknown(self, api: Callable[..., Any]) -> list[str]:
         """Return the arguments of ``api`` in the installed release that have no row."""
@@ -87,50 +76,38 @@ class ArgumentTable:
         """
         defaults = _defaults(api)
         for name, value in given.items():
-            row = self.rows.get(name)
-            if isinstance(row, Kept | NoInfluence) or _equal(value, defaults.get(name)):
-                continue
-            if row is None:
-                raise ConfigError(
-                    f"{self.by} does not know {self.subject}({name}={_short(value)}), an argument of a newer "
-                    f"release: leave it out"
-                )
-            if row.accepts is None or not row.accepts(value):
-                raise ConfigError(
-                    f"{self.by} refuses {self.subject}({name}={_short(value)}), because {row.why}"
-                )
+            if not _equal(value, defaults.get(name)):
+                self.check_value(name, value)
 
-    # --- methods ------------------------------------------------------------------------------------------
+    def check_value(self, name: str, value: Any, shown: str = "") -> None:
+        """Raise ConfigError for a value that is not the default, if it is refused or unknown.
 
-    def unknown_methods(self, base: type, ignored: Iterable[str] = ()) -> list[str]:
-        """Return the public and private methods of ``base`` that have no row."""
-        return [name for name in overridable(base) if name not in self.methods and name not in set(ignored)]
+        ``shown``: the argument with its value as the sentence has them.
+        """
+        row, shown = self.rows.get(name), shown or f"{name}={_short(value)}"
+        if row is None:
+            raise ConfigError(
+                f"{self.by} does not know {self.subject}({shown}), an argument of a newer release: leave it "
+                "out"
+            )
+        if row.kind == "refused" and not (row.accepts is not None and row.accepts(value)):
+            raise ConfigError(f"{self.by} refuses {self.subject}({shown}), because {row.words}")
 
-    def check_methods(self, base: type, kind: type, ignored: Iterable[str] = ()) -> None:
-        """Raise ConfigError where ``kind`` overrides a method of ``base`` that is refused or has no row."""
+    def check_methods(self, base: type, kind: type, among: Iterable[str] | None = None) -> None:
+        """Raise ConfigError where ``kind`` overrides a method of ``base`` that is refused or has no row.
+
+        ``among``: the methods that count; all without it.
+        """
+        names = set(overridable(base) if among is None else among)
         for name, owner in overridden(base, kind).items():
             row = self.methods.get(name)
-            if isinstance(row, Kept | NoInfluence) or name in set(ignored):
-                continue
-            if row is None:
+            if name in names and row is None:
                 raise ConfigError(
                     f"{self.by} does not know what {owner.__name__}.{name} changes, which replaces that of "
-                    f"{self.subject}: leave the method out"
+                    f"{self.subject} in a newer release: leave the method out"
                 )
-            raise ConfigError(f"{self.by} refuses {owner.__name__}.{name}, because {row.why}")
-
-
-def refusals(tables: Mapping[str, Mapping[str, Row]]) -> str:
-    """Return what the rows of each table refuse, as a page has it: each title and reason once."""
-    lines = []
-    for title, rows in tables.items():
-        names: dict[str, list[str]] = {}
-        for name, row in sorted(rows.items()):
-            if isinstance(row, Refusal):
-                names.setdefault(row.why, []).append(f"`{name}`")
-        cells = [f"{', '.join(names[why])} | {why} |" for why in sorted(names)]
-        lines += [f"| {'' if i else title} | {cell}" for i, cell in enumerate(cells)]
-    return "\n".join(["| of | refused | because, and instead |", "|---|---|---|", *lines]) + "\n"
+            if name in names and row is not None and row.kind == "refused":
+                raise ConfigError(f"{self.by} refuses {owner.__name__}.{name}, because {row.words}")
 
 
 def overridable(base: type) -> list[str]:
@@ -160,16 +137,12 @@ def _is_method(value: object) -> bool:
 def _defaults(api: Callable[..., Any]) -> dict[str, Any]:
     """Return the arguments of a function or class with their defaults; ``...`` where there is none."""
     if isinstance(api, type) and dataclasses.is_dataclass(api):
-        return {f.name: _default_of(f) for f in dataclasses.fields(api) if f.init}
+        given = [x for x in dataclasses.fields(api) if x.init]
+        made = {x.name: x.default_factory() for x in given if x.default_factory is not dataclasses.MISSING}
+        return {x.name: ... if x.default is dataclasses.MISSING else x.default for x in given} | made
     parameters = inspect.signature(api).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "self"]
     return {p.name: ... if p.default is p.empty else p.default for p in named}
-
-
-def _default_of(field: "dataclasses.Field[Any]") -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return ... if field.default is dataclasses.MISSING else field.default
 
 
 def _equal(value: Any, default: Any) -> bool:
@@ -187,22 +160,17 @@ def _short(value: Any) -> str:
 # In the names of optimizers that cannot be kept equal on all replicas. States of 8 and 4 bits, updates inside
 # backward, projectors, and weights that differ between training and evaluation: fabric cannot capture their
 # state, or replay their update.
-_UNEQUAL = (
-    "8bit",
-    "4bit",
-    "bitsandbytes",
-    "lomo",
-    "galore",
-    "apollo",
-    "layerwise",
-    "schedule_free",
-    "schedulefree",
-)
+_UNEQUAL = re.compile("8bit|4bit|bitsandbytes|lomo|galore|apollo|layerwise|schedule_?free", re.IGNORECASE)
 
 
 def unequal_optimizer(kind: str) -> str:
     """Return ``kind``, the name of an optimizer or its class, if it is one of these; else an empty string."""
-    return kind if any(word in kind.lower() for word in _UNEQUAL) else ""
+    return kind if _UNEQUAL.search(kind) else ""
+
+
+def settings_among(arguments: Mapping[str, Any]) -> Settings:
+    """Return this replica's settings; those among the ``arguments`` of ``attach`` replace the environment."""
+    return config.settings(**{name: x for name, x in arguments.items() if name in Settings.__slots__})
 
 
 _log = logging.getLogger("fabric")

@@ -166,7 +166,7 @@ class _RayJob:
 
     def _drain(self) -> None:
         """Let the replicas on nodes that Ray drains leave the job in order."""
-        leaving = _leaving_nodes()
+        leaving = set(cluster_state.get_draining_nodes())  # preempted, or no longer needed
         nodes = self._places() if leaving else {}
         for index in self.running.values():
             node = nodes.get(index, "")
@@ -289,11 +289,6 @@ def _actor(index: int, nodes: int, group: Any, environment: Mapping[str, str], t
         # Actors of one replica on one Ray node are hosts of their own.
         .remote(token, f"node{index % nodes}" if nodes > 1 else "")
     )
-
-
-def _leaving_nodes() -> set[str]:
-    """Return the ids of the nodes that Ray drains, because they are preempted or no longer needed."""
-    return set(cluster_state.get_draining_nodes())
 
 
 def _call(work: Callable[[], Any]) -> Any:

@@ -56,7 +56,7 @@ class ScriptGradients:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._waiting: list[torch.Tensor | None] = []
+        self._waiting: list[torch.Tensor | None] | None = None
         self._zeros: list[torch.Tensor] = []  # the gradient of steps that the loop goes over
         self._marks: list[tuple[int, int]] = []  # identity and version of each gradient after backward
         self.note()
@@ -75,7 +75,6 @@ class ScriptGradients:
             )
 
     def drop(self) -> None:
-        """Leave no gradient."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -86,15 +85,19 @@ class ScriptGradients:
             parameter.grad = zeros.zero_()
 
     def set_aside(self) -> None:
-        """Let the gradients wait for ``bring_back``."""
-        self._waiting = [parameter.grad for parameter in self._parameters]
-        self.drop()
+        """Let the gradients wait for ``bring_back``, unless others wait already."""
+        if self._waiting is None:
+            self._waiting = [parameter.grad for parameter in self._parameters]
+            self.drop()
 
-    def bring_back(self) -> None:
-        """Put the gradients that ``set_aside`` has taken into ``.grad``."""
-        for parameter, gradient in zip(self._parameters, self._waiting, strict=True):
-            parameter.grad = gradient
-        self._waiting, self._zeros = [], []
+    def bring_back(self) -> bool:
+        """Put the gradients that ``set_aside`` has taken into ``.grad``; return whether there are any."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            for parameter, gradient in zip(self._parameters, waiting, strict=True):
+                parameter.grad = gradient
+            self._zeros = []
+        return waiting is not None
 
     def _look(self) -> list[tuple[int, int]]:
         gradients: list[Any] = [parameter.grad for parameter in self._parameters]
@@ -113,7 +116,6 @@ class RepeatedOutputs:
         self._stdout: TextIO | None = None
 
     def open(self, model: torch.nn.Module) -> None:
-        """Answer the calls of ``model``."""
         if self._undo is not None:
             return
         kind, outputs = type(model), dict[object, Any]()
@@ -138,7 +140,6 @@ class RepeatedOutputs:
         self._stdout, sys.stdout = sys.stdout, _Nowhere(sys.stdout)
 
     def close(self) -> None:
-        """Let the model compute again."""
         if self._undo is not None:
             self._undo()
             assert self._stdout is not None
@@ -155,19 +156,17 @@ class _Nowhere:
         return getattr(self._behind, name)
 
     def write(self, text: str) -> int:
-        """Drop ``text``."""
         return len(text)
 
 
 def _shapes(value: Any) -> object:
+    """Return the tensors' shapes and types and the other values, as far as these are plain."""
     return tuple(
-        (x.shape, x.dtype, x.device) if torch.is_tensor(x) else (type(x), x if _is_plain(x) else None)
+        (x.shape, x.dtype, x.device)
+        if torch.is_tensor(x)
+        else (type(x), x if isinstance(x, bool | int | float | str) else None)
         for x in tree_leaves(value)
     )
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, bool | int | float | str)
 
 
 def _without_changes(model: torch.nn.Module, forward: Callable[[], Any]) -> Any:

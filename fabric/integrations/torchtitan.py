@@ -136,7 +136,6 @@ class _TitanJob:
         return {"tokens_seen": self.tokens_seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the job's counters."""
         self.tokens_seen = int(state["tokens_seen"])
 
     # --- the course of a training -----------------------------------------------------------------------

@@ -3,23 +3,25 @@
 A torch DataLoader is taken whole: its order, its batches and its workers, as a loader of the job.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
+import fabric.client
 from fabric.client.data.loader import Loader, is_stream
+from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.session import Session
 from fabric.client.loop.step import Step
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, rows_of
+from fabric.integrations.arguments import ArgumentTable
 
 DATALOADER = ArgumentTable(
     "DataLoader",
     "fabric",
-    rows_of("""
+    """
     dataset | kept | recipe accelerate_scaler
     batch_size collate_fn | kept | test_a_loader_in_a_fixed_order_has_the_batches_that_it_has_without_fabric
     shuffle generator | kept |
@@ -37,8 +39,8 @@ DATALOADER = ArgumentTable(
     in_order | refused | batches that come as they are ready have no order that replicas could share: leave it
         out
     snapshot_every_n_steps | idle | the committed step gives the position
-    """),
-    rows_of("check_worker_number_rationality | idle | it warns"),
+    """,
+    methods="check_worker_number_rationality | idle | it warns",
 )
 
 
@@ -68,24 +70,28 @@ class TrainingData:
                 f"fabric deals out the data of one DataLoader, and got a {type(loader).__name__}: give a "
                 "torch.utils.data.DataLoader"
             )
-        kind, given = type(loader), _given(loader)
+        kind = type(loader)
+        names = [*DATALOADER.rows, *DATALOADER.unknown(kind)]
+        given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
         base = next(x for x in kind.__mro__ if x.__module__.split(".")[0] in ("torch", "torchdata"))
         DATALOADER.check(base, given)
         DATALOADER.check_methods(base, kind)
-        order = _Sampling.of(loader, ranks)
-        collate: Any = _Single(loader.collate_fn) if order.single else loader.collate_fn
-        reading = {name: given[name] for name in _READING if name in given} if loader.num_workers else {}
+        batches: Any = loader.batch_sampler
+        collate: Any = loader.collate_fn if batches is not None else _Single(loader.collate_fn)
+        is_plain, streams = type(batches) is BatchSampler, is_stream(loader.dataset)
+        order = loader.sampler if batches is None else batches.sampler if is_plain else batches
+        sampler = None if streams else _whole(order, ranks)
         return cls(
             loader.dataset,
             collate,
-            order.sampler,
-            order.batched,
-            order.batch_size,
-            order.drop_last,
-            0 if order.sampler is None else _length(order.sampler),
-            loader.num_workers,
-            None if order.sampler is None else loader.generator,
-            reading,
+            sampler,
+            batched=not (streams or is_plain or batches is None),
+            batch_size=batches.batch_size if is_plain else 1,
+            drop_last=is_plain and batches.drop_last,
+            size=0 if sampler is None else _length(sampler),
+            num_workers=loader.num_workers,
+            generator=None if sampler is None else loader.generator,
+            reading={name: given[name] for name in READING if name in given} if loader.num_workers else {},
         )
 
     @property
@@ -107,23 +113,15 @@ class TrainingData:
         steps, left = divmod(self.size, global_batch_size)
         return steps + (epoch_end == "short" and left > 0)
 
-    def loader(
-        self,
-        session: Any,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        seed: int,
-        epoch_end: str = "continue",
-        **options: Any,
-    ) -> Loader:
-        """Make the job's loader of these data; the sizes are numbers of positions."""
+    def feed(
+        self, session: Any, until: int, *, global_batch_size: int, epoch_end: str = "continue", **options: Any
+    ) -> "StepFeed":
+        """Return the job's steps up to ``until`` with these data; the size is a number of positions."""
         order = {"batch_sampler" if self.batched else "sampler": self.sampler}
         made: Loader = session.loader(
             self.dataset,
             global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            seed=seed,
+            micro_batch_size=self.batch_size,
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
             epoch_end=epoch_end,
@@ -132,33 +130,10 @@ class TrainingData:
             **self.reading,
             **options,
         )
-        return made
+        return StepFeed(session, made, until)
 
 
-_READING = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "pin_memory", "timeout")
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampling:
-    """The sampler of a DataLoader and what it gives."""
-
-    sampler: Any
-    batch_size: int
-    batched: bool = False
-    single: bool = False  # batch_size=None: what the data set gives is a batch already
-    drop_last: bool = False
-
-    @classmethod
-    def of(cls, loader: "DataLoader[Any]", ranks: int) -> "_Sampling":
-        batches = loader.batch_sampler
-        if is_stream(loader.dataset):
-            size = 1 if loader.batch_size is None else loader.batch_size
-            return cls(None, size, single=batches is None, drop_last=loader.drop_last)
-        if batches is None:
-            return cls(_whole(loader.sampler, ranks), 1, single=True)
-        if type(batches) is BatchSampler:
-            return cls(_whole(batches.sampler, ranks), batches.batch_size, drop_last=batches.drop_last)
-        return cls(_whole(batches, ranks), 1, batched=True)
+READING = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "pin_memory", "timeout")
 
 
 class FirstOf(Sampler[Any]):
@@ -206,12 +181,6 @@ def _length(sampler: Any) -> int:
     return len(sampler)
 
 
-def _given(loader: "DataLoader[Any]") -> dict[str, Any]:
-    """Return the arguments of a DataLoader as its attributes have them."""
-    names = [*DATALOADER.rows, *DATALOADER.unknown(type(loader))]
-    return {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-
-
 # Data that are read in order and dealt out in lanes: one lane for each replica that a job starts with.
 #
 # Micro-batch m of a step belongs to lane m // n, for n micro-batches of a lane in each step. It is number
@@ -238,53 +207,55 @@ class DealtData:
         self.lanes = lanes
         self._read = read
         self._per_step = per_step
-        self._readers: dict[int, _LaneReader] = {}
+        self._batches: dict[int, Iterator[Any]] = {}  # by lane
+        self._next: dict[int, int] = {}  # the number of the next of these
+        self._kept: dict[int, dict[int, Any]] = {}  # those of the step under way, which may be computed again
 
     def micro_batch(self, positions: Sequence[int]) -> Any:
         """Return the micro-batch at the one position in ``positions``."""
         step, number = divmod(positions[0], self.lanes * self._per_step)
         lane, part = divmod(number, self._per_step)
-        return self._reader(lane).take(step * self._per_step + part, step * self._per_step)
+        first = step * self._per_step
+        kept = {n: batch for n, batch in self._kept.get(lane, {}).items() if n >= first}
+        self._kept[lane] = kept
+        if first + part not in kept:
+            self._go_to(lane, first + part)
+            kept[first + part] = next(self._batches[lane])
+            self._next[lane] += 1
+        return kept[first + part]
 
     def read_past(self, lane: int, step: int) -> None:
         """Read the lane up to the beginning of ``step``, so that a micro-batch of the step comes at once."""
-        if lane < self.lanes:
-            self._reader(lane).read_past(step * self._per_step)
+        first = step * self._per_step
+        if lane < self.lanes and first not in self._kept.get(lane, {}):
+            self._go_to(lane, first)
 
-    def _reader(self, lane: int) -> "_LaneReader":
-        if lane not in self._readers:
-            self._readers[lane] = _LaneReader(lambda begin: self._read(lane, begin))
-        return self._readers[lane]
+    def _go_to(self, lane: int, number: int) -> None:
+        """Let micro-batch ``number`` come next. The lane is read again where it has come already."""
+        if number < self._next.get(lane, number + 1):
+            self._batches[lane], self._next[lane] = self._read(lane, number), number
+        while self._next[lane] < number:
+            next(self._batches[lane])
+            self._next[lane] += 1
 
 
-class _LaneReader:
-    """Micro-batches of a lane by number. For a number before those that are kept it reads again."""
+def attach_in(
+    words: Mapping[str, str],
+    model: Any,
+    optimizers: Any,
+    state: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> Any:
+    """Attach for the loop of a framework, which calls the parts of fabric by ``words`` of its own.
 
-    def __init__(self, read: Callable[[int], Iterator[Any]]) -> None:
-        self._read = read
-        self._batches: Iterator[Any] | None = None
-        self._next = 0
-        self._kept: dict[int, Any] = {}  # those of the step under way, which may be computed again
-
-    def take(self, number: int, first: int) -> Any:
-        """Return micro-batch ``number``; forget those before ``first``."""
-        self._kept = {n: batch for n, batch in self._kept.items() if n >= first}
-        if number not in self._kept:
-            self.read_past(number)
-            assert self._batches is not None
-            self._kept[number] = next(self._batches)
-            self._next += 1
-        return self._kept[number]
-
-    def read_past(self, number: int) -> None:
-        """Go on to ``number``, which comes next then, unless it is kept."""
-        if number in self._kept:
-            return
-        if self._batches is None or number < self._next:
-            self._batches, self._next = self._read(number), number
-        while self._next < number:
-            next(self._batches)
-            self._next += 1
+    ``arguments``: those of ``attach``. Buffers that forward changes are treated as torch's modules need it.
+    """
+    session = fabric.client.attach(
+        model, optimizers, state=state, **{"buffers": default_buffers(model), **arguments}
+    )
+    if isinstance(session, Session):
+        session.say_in(words)
+    return session
 
 
 class StepFeed:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,14 @@ from transformers.trainer_utils import rotate_checkpoints
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
 from fabric.integrations.accelerate.replica import one_process
-from fabric.integrations.arguments import check_version
+from fabric.integrations.arguments import check_version, settings_among
 from fabric.integrations.huggingface.arguments import refuse
 from fabric.integrations.huggingface.job import MovedError, StoppedError, TrainerJob
-from fabric.runtime import config
-from fabric.runtime.config import Settings, parse_replicas
-
-# The checkpoint folders of a FabricTrainer: one replica writes them, under a temporary name first.
+from fabric.runtime.config import parse_replicas
 
 
 class CheckpointFiles:
-    """The folders of ``trainer``, in its ``output_dir``."""
+    """The checkpoint folders of ``trainer``: one replica writes them, under a temporary name first."""
 
     def __init__(self, trainer: Any) -> None:
         self.staging: Path | None = None  # where a checkpoint is written before it gets its name
@@ -123,17 +119,17 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, fabric: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._attach_arguments = dict(fabric or {})
-        if self._settings().disable:
+        if settings_among(self._attach_arguments).disable:
             super().__init__(*arguments, **named)
         else:
             with one_process("FabricTrainer"):
-                _find_device(arguments[1] if len(arguments) > 1 else named.get("args"))
+                args = arguments[1] if len(arguments) > 1 else named.get("args")
+                if args is not None and not args.accelerator_config.use_configured_state:
+                    # Let it look for the device again: it may have seen a launcher's process group.
+                    vars(args).pop("_setup_devices", None)
+                    args.device  # noqa: B018
                 super().__init__(*arguments, **named)
         self._files = CheckpointFiles(self)
-
-    def _settings(self) -> Settings:
-        names = {x.name for x in fields(Settings)}
-        return config.settings(**{k: v for k, v in self._attach_arguments.items() if k in names})
 
     def shared_state(self) -> dict[str, Any]:
         """Return further objects of the shared state, such as a moving average. For subclasses."""
@@ -144,7 +140,7 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **named: Any) -> Any:
         """As Trainer.train. A new job begins at ``resume_from_checkpoint``; a running job is joined."""
         install_excepthook()
-        chosen = self._settings()
+        chosen = settings_among(self._attach_arguments)
         if not chosen.disable:
             if self._job is not None:
                 raise ConfigError("FabricTrainer.train runs once in a process: start another process")
@@ -285,17 +281,19 @@ class FabricTrainer(Trainer):  # type: ignore[misc]
         with self._busy("saving a checkpoint"):
             self._files.save(partial(super()._save_checkpoint, model, trial), self._job.session)
 
-    def _busy(self, why: str) -> contextlib.AbstractContextManager[None]:
-        if self._job is None or not self._job.runs or self._job.is_busy:
-            return contextlib.nullcontext()
-        return self._job.busy(why, self.busy_s)
-
-
-def _find_device(args: Any) -> None:
-    """Let TrainingArguments look for the device again: they may have seen a launcher's process group."""
-    if args is not None and not args.accelerator_config.use_configured_state:
-        vars(args).pop("_setup_devices", None)
-        args.device  # noqa: B018
+    @contextlib.contextmanager
+    def _busy(self, why: str) -> Iterator[None]:
+        """Tell the others what this replica does between two steps, unless it has told them already."""
+        job = self._job
+        if job is None or not job.runs or job.is_busy:
+            yield
+            return
+        job.is_busy = True
+        try:
+            with job.session.busy(why, self.busy_s):
+                yield
+        finally:
+            job.is_busy = False
 
 
 __all__ = ["ConfigError", "FabricError", "FabricTrainer"]

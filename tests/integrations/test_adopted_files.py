@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fabric.integrations.adopt.patches import SavedFiles
+from fabric.integrations.adopt.adopted_loop import SavedFiles
 
 
 def loop_at(number):

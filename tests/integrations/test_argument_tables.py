@@ -10,15 +10,14 @@ import pytest
 
 pytest.importorskip("pytorch_lightning")
 
+from refusal_pages import refusals
+
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import (
     ArgumentTable,
-    Kept,
-    NoInfluence,
-    Refusal,
+    Row,
     overridable,
     overridden,
-    refusals,
     rows_of,
 )
 
@@ -50,15 +49,17 @@ class Options:
 TABLE = ArgumentTable(
     "Framework",
     "FabricTrainer",
-    {
-        "rate": Kept("recipe rates"),
-        "seed": Refusal(
-            "each replica would draw other numbers: leave it out", accepts=lambda seed: seed == 7
-        ),
-        "path": NoInfluence("it names a folder"),
-        "fancy": Refusal("it moves the weights: leave it out"),
-    },
-    {"fit": Kept("recipe rates"), "_loop": Refusal("fabric has a loop of its own: override fit")},
+    """
+    rate | kept | recipe rates
+    seed | refused | each replica would draw other numbers: leave it out
+    path | idle | it names a folder
+    fancy | refused | it moves the weights: leave it out
+    """,
+    {"seed": lambda seed: seed == 7},
+    methods="""
+    fit | kept | recipe rates
+    _loop | refused | fabric has a loop of its own: override fit
+    """,
 )
 
 
@@ -90,7 +91,6 @@ def test_an_argument_of_a_new_release_is_noticed():
 
 def test_methods_and_properties_may_be_overridden_and_other_attributes_are_no_methods():
     assert overridable(Framework) == ["_loop", "device", "fit"]
-    assert TABLE.unknown_methods(Framework, ignored=("device",)) == []
 
 
 def test_an_overridden_method_is_looked_up_by_the_class_that_replaces_it():
@@ -141,15 +141,15 @@ def test_a_row_of_text_may_have_several_names_and_lines():
         """,
         {"seed": lambda seed: seed == 7},
     )
-    assert [rows.pop(x) for x in ("rate", "warmup", "decay")] == [Kept("recipe rates")] * 3
-    assert rows.pop("path") == NoInfluence("it names a folder")
+    assert [rows.pop(x) for x in ("rate", "warmup", "decay")] == [Row("kept", "recipe rates")] * 3
+    assert rows.pop("path") == Row("idle", "it names a folder")
     seed = rows.pop("seed")
-    assert seed.why == "each replica would draw other numbers: leave it out" and not rows
+    assert seed.words == "each replica would draw other numbers: leave it out" and not rows
     assert seed.accepts(7) and not seed.accepts(8)
 
 
 def test_a_page_has_each_refusal_once_and_no_other_name():
-    rows = TABLE.rows | {"folder": NoInfluence("it names a folder"), "also": TABLE.rows["fancy"]}
+    rows = TABLE.rows | {"folder": Row("idle", "it names a folder"), "also": TABLE.rows["fancy"]}
     assert refusals({"Framework": rows, "nothing": {}}).splitlines() == [
         "| of | refused | because, and instead |",
         "|---|---|---|",
@@ -176,7 +176,7 @@ def rows_in(value):
     if isinstance(value, ArgumentTable):
         yield from (*value.rows.items(), *value.methods.items())
     elif isinstance(value, dict):
-        yield from (x for x in value.items() if isinstance(x[1], Kept | NoInfluence | Refusal))
+        yield from (x for x in value.items() if isinstance(x[1], Row))
     if isinstance(value, dict | tuple):
         for part in value.values() if isinstance(value, dict) else value:
             yield from rows_in(part)
@@ -186,7 +186,7 @@ def kept(*modules):
     """Yield the name and the test of each kept row of the tables of these modules."""
     for module in modules:
         for value in vars(importlib.import_module(module)).values():
-            yield from ((name, x.shown_by) for name, x in rows_in(value) if isinstance(x, Kept))
+            yield from ((name, x.words) for name, x in rows_in(value) if x.kind == "kept")
 
 
 HOME = "fabric.integrations"

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
+from fabric.integrations.user_source import Hooks, collective, kept_value, skips
 
 RUNNING = ("on_step_end", "on_epoch_begin", "compute_loss", "forward")
 BASE = """

@@ -166,7 +166,7 @@ def test_a_training_step_that_reads_itself_is_refused():
     [
         (arguments.CALLBACKS, "LambdaCallback", "does not know the callback LambdaCallback"),
         (
-            arguments.MODULE_HOOKS,
+            arguments.MODULE.methods,
             "configure_callbacks",
             r"does not know what Own\.configure_callbacks changes",
         ),
@@ -213,6 +213,7 @@ class ManualJob:
 
     def __init__(self, parameter, following):
         self.parameter, self.following, self.kept, self.has_batch = parameter, iter(following), None, True
+        self.gradients = self
 
     def next_micro_batch(self):
         following = next(self.following, None)

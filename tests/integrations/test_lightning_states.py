@@ -83,7 +83,7 @@ def test_each_shipped_callback_that_is_kept_and_has_a_state_has_a_case():
         for name in arguments.CALLBACKS
         if name != "SpikeDetection"
     }
-    kept = {name for name, row in arguments.CALLBACKS.items() if isinstance(row, arguments.Kept)}
+    kept = {name for name, row in arguments.CALLBACKS.items() if row.kind == "kept"}
     stateful = {
         name for name in kept if "state_dict" in {x for y in shipped[name].__mro__[:-2] for x in vars(y)}
     }

@@ -8,7 +8,7 @@ BASE = """
 import sys
 import math
 import torch
-from fabric.integrations.measured_values import measured_value
+from fabric.integrations.user_source import measured_value
 
 model = torch.nn.Linear(2, 1)
 found = []

@@ -93,10 +93,10 @@ def test_no_sync_adds_gradients_and_a_second_average_is_refused(replica):
 
 def test_the_state_of_model_and_optimizer_is_carried_once(replica):
     replica.step()
-    registered = replica.manager._registered
+    registered = replica.manager.registered
     assert set(registered.state_dict()["own"]["default"]) == {"scheduler", "note"}
     loaded: list[dict] = []
-    replica.manager._registered.add("default", loaded.append, replica.states)
+    replica.manager.registered.add("default", loaded.append, replica.states)
     registered.load_state_dict({"batches_committed": 9, "own": {"default": {"note": "theirs"}}})
     assert set(loaded[0]) == {"model", "optim", "scheduler", "note"} and loaded[0]["note"] == "theirs"
     assert replica.manager.batches_committed() == 9

@@ -4,16 +4,17 @@ import dataclasses
 import functools
 import inspect
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from alone_in_job import Net, adopted, assert_same, attach_alone, samples, train
+from refusal_pages import check_page
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import Kept, overridable
-from fabric.integrations.huggingface.arguments import ACCELERATOR, ARGUMENTS, CALLBACK, TRAINER, page_table
+from fabric.integrations.arguments import Row, overridable
+from fabric.integrations.huggingface import trl
+from fabric.integrations.huggingface.arguments import ACCELERATOR, ARGUMENTS, CALLBACK, TRAINER
 from fabric.integrations.transformers import FabricTrainer
 
 
@@ -30,7 +31,7 @@ def test_every_argument_has_a_row():
 
 
 def test_every_method_and_event_has_a_row():
-    assert TRAINER.unknown_methods(FabricTrainer) == []
+    assert set(overridable(FabricTrainer)) <= set(TRAINER.methods)
     own = {"shared_state", "_busy", "_end_epoch", "_settings"}
     assert set(TRAINER.methods) - own <= set(overridable(Trainer))
     events = overridable(TrainerCallback)
@@ -97,7 +98,11 @@ def every_override(calls):
 
         return method
 
-    kept = [name for name, row in TRAINER.methods.items() if row == Kept(test_an_override_is_called.__name__)]
+    kept = [
+        name
+        for name, row in TRAINER.methods.items()
+        if row == Row("kept", test_an_override_is_called.__name__)
+    ]
     names = [name for name in kept if inspect.isfunction(inspect.getattr_static(Trainer, name, None))]
     Overrides = type("Overrides", (Trainer,), {name: override(name) for name in names})  # noqa: N806
     return Overrides
@@ -138,5 +143,13 @@ def test_callbacks_see_the_events_of_the_trainer(tmp_path):
 
 
 def test_the_page_has_the_table():
-    page = (Path(__file__).parent.parent.parent / "docs/adopt/transformers.md").read_text()
-    assert page_table() in page, "put this into the page:\n" + page_table()
+    tables = {
+        "TrainingArguments": ARGUMENTS.rows,
+        "accelerator_config": ACCELERATOR.rows,
+        "Trainer": TRAINER.rows,
+        "methods of Trainer": TRAINER.methods,
+        "TrainerControl": CALLBACK.rows,
+        **{x.subject: x.rows for x in (*trl.CONFIGS.values(), *trl.TRAINERS.values())},
+        **{f"methods of {x.subject}": x.methods for x in trl.TRAINERS.values()},
+    }
+    check_page("transformers", tables)

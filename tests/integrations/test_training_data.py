@@ -1,10 +1,10 @@
 """A DataLoader is taken whole, or refused; every argument of the installed release has a row."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
+from refusal_pages import check_page
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -15,7 +15,6 @@ from torch.utils.data import (
 
 from fabric.client.loop.session import SoloSession
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import refusals
 from fabric.integrations.training_data import DATALOADER, TrainingData
 
 DATA = list(range(100, 123))
@@ -25,13 +24,8 @@ def steps_of(loader, batches=1, steps=6, epoch_end="short"):
     """The micro-batches of each step, of a job that takes ``batches`` batches of the DataLoader a step."""
     data = TrainingData.of(loader)
     session = SoloSession([], {})
-    made = data.loader(
-        session,
-        global_batch_size=data.batch_size * batches,
-        micro_batch_size=data.batch_size,
-        seed=0,
-        epoch_end=epoch_end,
-    )
+    size = data.batch_size * batches
+    made = data.feed(session, steps, global_batch_size=size, seed=0, epoch_end=epoch_end).data
     return [[made.fetch(s, i) for i in made.plan.with_samples(s, range(batches))] for s in range(steps)]
 
 
@@ -174,9 +168,7 @@ def loader_classes():
 
 
 def test_the_page_has_the_table():
-    page = (Path(__file__).parent.parent.parent / "docs/adopt/dataloader.md").read_text()
-    table = refusals({"DataLoader": DATALOADER.rows})
-    assert table in page, "put this into the page:\n" + table
+    check_page("dataloader", {"DataLoader": DATALOADER.rows})
 
 
 @pytest.mark.parametrize("kind", loader_classes(), ids=lambda x: x.__name__)

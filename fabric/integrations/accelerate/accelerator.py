@@ -9,7 +9,6 @@ FABRIC_DISABLE=1 every method is the Accelerator's own.
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
@@ -27,9 +26,7 @@ from fabric.integrations.accelerate.replica import (
     JobScheduler,
     one_process,
 )
-from fabric.integrations.arguments import Refusal, check_version
-from fabric.runtime import config
-from fabric.runtime.config import Settings
+from fabric.integrations.arguments import Row, check_version, settings_among
 
 LEAST, TESTED = "1.10.0", "1.15.0"
 _ENDLESS = 1 << 40  # the step at which a loop ends that its script counts
@@ -56,8 +53,7 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
     ) -> None:
         install_excepthook()
         given = dict(fabric or {})
-        names = {x.name for x in fields(Settings)}
-        chosen = config.settings(**{k: v for k, v in given.items() if k in names})
+        chosen = settings_among(given)
         if chosen.disable:
             super().__init__(*arguments, **named)
             return
@@ -102,7 +98,8 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
             complete = super().prepare_data_loader(data_loader, *arguments, **named)
         finally:
             self._replica.prepares = False
-        own = self._replica.take_loader(data_loader, complete)
+        own = JobDataLoader(data_loader, complete, self._replica)
+        self._replica.loaders.append(own)
         self._dataloaders[self._dataloaders.index(complete)] = own
         return own
 
@@ -290,7 +287,7 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         if not replica.is_writer:
             self.project_configuration.iteration += 0 if named_by_script else 1
             return output_dir
-        with replica.busy("saving a checkpoint"):
+        with replica.session.busy("saving a checkpoint", self.busy_s):
             if output_dir is None or not named_by_script:
                 folder = Path(super().save_state(output_dir, *arguments, **named))
                 replica.note_step(folder)
@@ -326,14 +323,14 @@ def _step(replica: AcceleratedReplica, step: Any, closure: Any = None) -> None:
         step()
 
 
-def _refused(name: str, row: Refusal) -> Any:
+def _refused(name: str, row: Row) -> Any:
     own = getattr(Accelerator, name)
 
     @wraps(own)
     def refuse(self: FabricAccelerator, *arguments: Any, **named: Any) -> Any:
         if self._replica is None:
             return own(self, *arguments, **named)
-        raise ConfigError(f"FabricAccelerator refuses accelerator.{name}, because {row.why}")
+        raise ConfigError(f"FabricAccelerator refuses accelerator.{name}, because {row.words}")
 
     return refuse
 

@@ -7,15 +7,14 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Refusal, Row, refusals, rows_of
+from fabric.integrations.arguments import ArgumentTable, Row, rows_of
 
 _BY = "FabricAccelerator"
 
 ACCELERATOR = ArgumentTable(
     "Accelerator",
     _BY,
-    rows_of(
-        """
+    """
     device_placement | idle | it says where tensors lie
     cpu gradient_accumulation_steps | kept | recipe accelerate_epochs
     gradient_accumulation_plugin dataloader_config | idle | its own fields are accounted for
@@ -31,52 +30,41 @@ ACCELERATOR = ArgumentTable(
         refused | it spreads a replica over several processes, and FabricAccelerator is one process per
         replica
     """,
-        {"mixed_precision": lambda x: x in ("no", "fp16", "bf16")},
-    ),
+    {"mixed_precision": lambda x: x in ("no", "fp16", "bf16")},
 )
-CONFIGURATIONS = (
-    (
-        DataLoaderConfiguration,
-        ArgumentTable(
-            "DataLoaderConfiguration",
-            _BY,
-            rows_of("""
-            split_batches | refused | batches are those of one replica: give its batch size
-            dispatch_batches | idle | each replica reads its own batches
-            even_batches | idle | each sample of a pass is used once
-            use_seedable_sampler data_seed | idle | Accelerator(seed=) gives the order
-            non_blocking | idle | it says how tensors are copied
-            use_stateful_dataloader | idle | the committed step gives the position
-            custom_classes | idle | it says which objects are moved to the device
-            """),
-        ),
+CONFIGURATIONS = {
+    DataLoaderConfiguration: ArgumentTable(
+        "DataLoaderConfiguration",
+        _BY,
+        """
+    split_batches | refused | batches are those of one replica: give its batch size
+    dispatch_batches | idle | each replica reads its own batches
+    even_batches | idle | each sample of a pass is used once
+    use_seedable_sampler data_seed | idle | Accelerator(seed=) gives the order
+    non_blocking | idle | it says how tensors are copied
+    use_stateful_dataloader | idle | the committed step gives the position
+    custom_classes | idle | it says which objects are moved to the device
+    """,
     ),
-    (
-        GradientAccumulationPlugin,
-        ArgumentTable(
-            "GradientAccumulationPlugin",
-            _BY,
-            rows_of("""
-            num_steps | kept | recipe accelerate_scaler
-            adjust_scheduler | idle | schedulers count updates
-            sync_with_dataloader | refused | a step ends with its pass: leave it out
-            sync_each_batch | idle | gradients are exchanged once for each step
-            """),
-        ),
+    GradientAccumulationPlugin: ArgumentTable(
+        "GradientAccumulationPlugin",
+        _BY,
+        """
+    num_steps | kept | recipe accelerate_scaler
+    adjust_scheduler | idle | schedulers count updates
+    sync_with_dataloader | refused | a step ends with its pass: leave it out
+    sync_each_batch | idle | gradients are exchanged once for each step
+    """,
     ),
-    (
-        ProjectConfiguration,
-        ArgumentTable(
-            "ProjectConfiguration",
-            _BY,
-            rows_of("""
-            project_dir logging_dir automatic_checkpoint_naming total_limit iteration | idle | it is about
-                files
-            save_on_each_node | refused | one replica writes the files: leave it out
-            """),
-        ),
+    ProjectConfiguration: ArgumentTable(
+        "ProjectConfiguration",
+        _BY,
+        """
+    project_dir logging_dir automatic_checkpoint_naming total_limit iteration | idle | it is about files
+    save_on_each_node | refused | one replica writes the files: leave it out
+    """,
     ),
-)
+}
 # Handlers of ``kwargs_handlers`` by the names of their classes.
 HANDLERS: dict[str, Row] = rows_of("""
     AutocastKwargs GradScalerKwargs | kept | recipe accelerate_scaler
@@ -131,7 +119,7 @@ def check_arguments(arguments: Iterable[Any], named: Mapping[str, Any]) -> None:
     given = {**dict(zip(names, arguments, strict=False)), **named}
     ACCELERATOR.check(Accelerator, given)
     for value in (*given.values(), *(given.get("kwargs_handlers") or ())):
-        for kind, table in CONFIGURATIONS:
+        for kind, table in CONFIGURATIONS.items():
             if isinstance(value, kind):
                 table.check(kind, vars(value))
     for handler in given.get("kwargs_handlers") or ():
@@ -155,25 +143,12 @@ def check_plugins(accelerator: Any) -> None:
             f"{_BY} is one process per replica, and accelerate runs {kind.value}: start each replica with "
             "fabric launch, without DeepSpeed, FSDP or several processes"
         )
-    accelerator_state = accelerator.state
-    ACCELERATOR.check(Accelerator, {"mixed_precision": accelerator_state.mixed_precision})
+    ACCELERATOR.check(Accelerator, {"mixed_precision": accelerator.state.mixed_precision})
 
 
-def page_table() -> str:
-    """Return the table of docs/adopt/accelerate.md."""
-    arguments = {x.subject: x.rows for x in (ACCELERATOR, *(x for _, x in CONFIGURATIONS))}
-    return refusals({**arguments, "kwargs_handlers": HANDLERS, "methods": METHODS})
-
-
-def refused_methods() -> dict[str, Refusal]:
+def refused_methods() -> dict[str, Row]:
     """Return the methods of the installed Accelerator that are refused, or that no row knows."""
-    unknown = Refusal("it is a method of a newer release that fabric does not know: leave it out")
-    rows = {
-        name: METHODS.get(name, unknown) for name in public_methods() if callable(getattr(Accelerator, name))
-    }
-    return {name: row for name, row in rows.items() if isinstance(row, Refusal)}
-
-
-def public_methods() -> list[str]:
-    """Return the public methods and properties of the installed Accelerator."""
-    return [name for name in dir(Accelerator) if not name.startswith("_")]
+    unknown = Row("refused", "it is a method of a newer release that fabric does not know: leave it out")
+    names = [x for x in dir(Accelerator) if not x.startswith("_") and callable(getattr(Accelerator, x))]
+    rows = {name: METHODS.get(name, unknown) for name in names}
+    return {name: row for name, row in rows.items() if row.kind == "refused"}

@@ -21,9 +21,7 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import send_to_device
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-import fabric.client
 from fabric.client.data.loader import data_slot_of
-from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.loop_flow import called, dotted, ends_by, names_read, stores
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
@@ -33,7 +31,6 @@ from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED
 from fabric.integrations.adopt.living_objects import schedulers_of
 from fabric.integrations.arguments import unequal_optimizer
-from fabric.integrations.measured_values import measured_value
 from fabric.integrations.script_state import (
     RepeatedOutputs,
     ScriptGradients,
@@ -41,7 +38,8 @@ from fabric.integrations.script_state import (
     leave_behind,
     say_goes_over,
 )
-from fabric.integrations.training_data import StepFeed, TrainingData
+from fabric.integrations.training_data import StepFeed, TrainingData, attach_in
+from fabric.integrations.user_source import measured_value
 from fabric.runtime.config import Settings, launched_ranks, parse_replicas
 from fabric.runtime.process_environment import without_launcher
 
@@ -119,7 +117,6 @@ class JobDataLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """The number of samples of the data set."""
         return len(self.dataset)  # type: ignore[arg-type]
 
 
@@ -189,9 +186,9 @@ class AcceleratedReplica:
         self.triggers = Triggers()
         self._accelerator, self._arguments = accelerator, arguments
         self._until, self._seed = until, seed
-        self._loaders: list[JobDataLoader] = []
+        self.loaders: list[JobDataLoader] = []
         self._loader: JobDataLoader | None = None  # the training's, once the loop reads it
-        self._session: Any = None
+        self.session: Any = None
         self._loop: _ScriptLoop | None = None
         self._step = 0  # step of the checkpoint that the script has loaded
         self._closed = self._loop_ended = False
@@ -211,19 +208,14 @@ class AcceleratedReplica:
             if kind:
                 raise ConfigError(f"FabricAccelerator cannot keep replicas equal with the optimizer {kind}")
 
-    def take_loader(self, source: Any, complete: Any) -> JobDataLoader:
-        """Return a DataLoader of ours in place of the script's. ``complete``: as accelerate prepares it."""
-        self._loaders.append(JobDataLoader(source, complete, self))
-        return self._loaders[-1]
-
     def trains_on(self, loader: JobDataLoader) -> bool:
         """Whether ``loader`` is the training's: the first one whose order changes, else the first.
 
         A wrong guess is noticed: ``backward`` takes only the loss of a batch of this DataLoader.
         """
         if self._loader is None:
-            changing = [x for x in self._loaders if not x.is_in_order]
-            return loader is (changing or self._loaders)[0]
+            changing = [x for x in self.loaders if not x.is_in_order]
+            return loader is (changing or self.loaders)[0]
         return loader is self._loader
 
     @property
@@ -256,28 +248,22 @@ class AcceleratedReplica:
                 "weigh the loss by a count of steps"
             )
         model, data, state = accelerator.unwrap_model(models[0]), loader.data, self._state()
-        self._session = fabric.client.attach(
-            model,
-            [x.optimizer for x in optimizers],
-            state=state,
-            **{"step": self._step, "buffers": default_buffers(model), **self._arguments},
+        self.session = attach_in(
+            _WORDS, model, [x.optimizer for x in optimizers], state, {"step": self._step, **self._arguments}
         )
-        if isinstance(self._session, fabric.client.Session):
-            self._session.say_in(_WORDS)
         atexit.register(self._close_at_exit)
         on_uncaught.append(self._note_failure)
         fixed = _fixed_batches()
         if fixed:
             self._say(f"{fixed}: if a replica dies, its part of a step is left out until it is back")
-        dealt = data.loader(
-            self._session,
+        feed = data.feed(
+            self.session,
+            self._until,
             global_batch_size=self.global_batch(data),
-            micro_batch_size=data.batch_size,
             seed=self._seed,
             epoch_end=loader.epoch_end,
             policy="shrink" if fixed else "constant",
         )
-        feed = StepFeed(self._session, dealt, self._until)
         self._loop = _ScriptLoop(self, models[0], feed, ScriptState(state, optimizers))
         self._loop.number = self._step
         feed.advance()
@@ -297,12 +283,8 @@ class AcceleratedReplica:
     # --- micro-batches ----------------------------------------------------------------------------------
 
     def micro_batches(self, loader: JobDataLoader, is_first: bool) -> Iterator[Any]:
-        """Return an iterator over what the loop gets in a pass."""
         loop = self.begin(loader)
-        return self._pass(loop, loader.end_of_pass(loop.number, is_first))
-
-    def _pass(self, loop: "_ScriptLoop", end: float) -> Iterator[Any]:
-        self._loop_ended = False
+        end, self._loop_ended = loader.end_of_pass(loop.number, is_first), False
         while loop.number < end and loop.find_step(self._until):
             yield from self._micro_batches_of(loop)
         self._loop_ended = True
@@ -342,7 +324,7 @@ class AcceleratedReplica:
                 "make one data set of both, whose samples are pairs"
             )
         loop.waits = False
-        self.triggers.send(self._session)
+        self.triggers.send(self.session)
         loop.backward(scaler.scale(loss) if scaler is not None and loop.computes else loss, weight)
         if loop.is_complete:
             self.triggers.receive(None if self.goes_over else loop.feed.step)
@@ -353,8 +335,8 @@ class AcceleratedReplica:
     @property
     def is_writer(self) -> bool:
         """Whether this replica writes for all; before the loop begins, the replica of data slot 0."""
-        if self._session is not None:
-            return bool(self._session.is_writer) and not self.goes_over
+        if self.session is not None:
+            return bool(self.session.is_writer) and not self.goes_over
         return self.data_slot == 0
 
     def note_update(self) -> bool:
@@ -372,13 +354,9 @@ class AcceleratedReplica:
                 "replica"
             )
 
-    def busy(self, why: str) -> Any:
-        """Tell the others what this replica does."""
-        return self._session.busy(why, self._accelerator.busy_s)
-
     def note_step(self, folder: Path) -> None:
         """Write the job's step beside a checkpoint of the Accelerator."""
-        step = self._session.committed_step if self._session is not None else self._step
+        step = self.session.committed_step if self.session is not None else self._step
         (folder / STEP_FILE).write_text(json.dumps({"step": step}) + "\n")
 
     def read_step(self, folder: Path) -> None:
@@ -391,8 +369,7 @@ class AcceleratedReplica:
         self._step = int(json.loads(path.read_text())["step"]) if path.exists() else 0
 
     def close(self) -> None:
-        """Wait for the end of the other replicas' loops."""
-        if self._session is None or self._closed:
+        if self.session is None or self._closed:
             return
         self._closed = True
         assert self._loop is not None
@@ -404,7 +381,7 @@ class AcceleratedReplica:
             )
             raise SystemExit(FAILED)
         self._loop.outputs.close()
-        self._session.close()
+        self.session.close()
 
     def _say(self, sentence: str) -> None:
         sys.stderr.write(f"fabric: {self.name}: {sentence}\n")
@@ -415,7 +392,7 @@ class AcceleratedReplica:
 
     def _close_at_exit(self) -> None:
         # A script whose loop ran to its end may leave out end_training. Any other end is a death.
-        reached = self._session is not None and self._session.committed_step >= self._until
+        reached = self.session is not None and self.session.committed_step >= self._until
         if self._loop_ended or reached:
             self.close()
 
@@ -431,7 +408,6 @@ class _ScriptLoop:
         self.feed, self.outputs = feed, RepeatedOutputs()
         self._replica, self._model, self._state = replica, model, state
         self._gradients = ScriptGradients(model)
-        self._is_aside = False  # a gradient waits for its step
         self._upcoming: Any = None  # the step's next micro-batch
         self._left = 0  # number of batches that are left of a step that the loop does not compute
         self._kept: Any = None  # a batch for such a step
@@ -445,12 +421,16 @@ class _ScriptLoop:
             return True
         step = feed.step
         if step is not None and step is self._finished:
-            self._check_update()
+            if not self.has_updated:
+                raise ConfigError(
+                    f"the script makes no optimizer step after {self._replica.accumulation} of its batches: "
+                    "give Accelerator the number of batches of a step, as gradient_accumulation_steps="
+                )
             step = feed.advance()
         if step is not None and not step.done and step.number == self.number:
             self._upcoming = feed.micro_batch()
             if self._upcoming is None:
-                self._set_aside()
+                self._gradients.set_aside()
         job_at = until if step is None else step.number
         if self.number == until:
             return False
@@ -458,13 +438,6 @@ class _ScriptLoop:
             leave_behind(self._replica.name, self.number, job_at)
         self._begin_step(job_at)
         return True
-
-    def _check_update(self) -> None:
-        if not self.has_updated:
-            raise ConfigError(
-                f"the script makes no optimizer step after {self._replica.accumulation} of its batches: give "
-                "Accelerator the number of batches of a step, as gradient_accumulation_steps="
-            )
 
     def _begin_step(self, job_at: int) -> None:
         replica, over = self._replica, self.number < job_at
@@ -513,7 +486,7 @@ class _ScriptLoop:
             # The replica was behind and has taken over a later state in this step.
             if step.number < self.number:
                 leave_behind(replica.name, self.number, step.number)
-            self._set_aside()
+            self._gradients.set_aside()
             self._gradients.fill()
             say_goes_over(replica.name, self.number, step.number)
             self._state.keep()
@@ -521,17 +494,11 @@ class _ScriptLoop:
         self.number += 1
         if replica.goes_over:
             return
-        if self._is_aside:
+        if self._gradients.bring_back():
             assert step is not None
-            self._gradients.bring_back()
-            self._is_aside = False
             self.feed.session.handover.resume(step.number)  # the loop has computed a forward since
         self.outputs.close()  # an evaluation after the update is real
         self._finished = step
-
-    def _set_aside(self) -> None:
-        self._gradients.set_aside()
-        self._is_aside = True
 
 
 class Triggers:
@@ -542,7 +509,6 @@ class Triggers:
         self._jobs = False
 
     def set(self) -> None:
-        """Set the trigger on this replica."""
         self._own = True
 
     def send(self, session: Any) -> None:

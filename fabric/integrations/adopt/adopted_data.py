@@ -47,7 +47,7 @@ from fabric.client.loop.user_functions import functions_in, loops_around, search
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.living_objects import OWN_WAY, outermost_modules, wrapped
-from fabric.integrations.training_data import TrainingData
+from fabric.integrations.training_data import READING, TrainingData
 from fabric.protocol.rules.assignment import cut
 from fabric.runtime.living_objects import living
 
@@ -147,17 +147,6 @@ class BlockReader(Sampler[Any]):
 
 Loader = DataLoader[Any]
 _iterate, _length = DataLoader.__iter__, DataLoader.__len__
-# Arguments that the reading DataLoader has from the script's.
-_ARGUMENTS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
 _ALIKE = 3  # steps in a row with equal inputs that show equal data: the numbers of one may be equal by chance
 _SAME = (
     "all replicas train on the same data, because the script reads them in a fixed order: give the "
@@ -197,11 +186,9 @@ class AdoptedSampler(StepSampler):
         self._data, self._order, self._batches = data, order, batches
 
     def indices(self, step: int) -> list[int]:
-        """Return the indices of this rank's part of ``step``."""
         return [i for block in self._data.blocks_of(step) for i in self._order.indices(block)]
 
     def take(self, step: int) -> bool:
-        """Return whether the loop has computed the batches of ``step``."""
         return self._data.take(step)
 
     def describe(self) -> dict[str, Any]:
@@ -330,7 +317,8 @@ class AdoptedData:
             self._order = self._order_of(loader)
         assert self._order is not None
         self._loader, self._reader = loader, BlockReader(self._order)
-        same: Mapping[str, Any] = {name: getattr(loader, name) for name in _ARGUMENTS}
+        names = (*READING, "num_workers", "collate_fn", "persistent_workers")
+        same: Mapping[str, Any] = {name: getattr(loader, name) for name in names}
         if self._order.data.single:
             self._feeder = DataLoader(loader.dataset, batch_size=None, sampler=self._reader, **same)
         else:
@@ -479,7 +467,9 @@ class AdoptedData:
         if self._order is None or self._loader is None:
             refuse_same_data(sys._getframe(), self._reads.stream, self.replicas)  # noqa: SLF001
             return
-        if any(_is_pass(x) for cycle in living(itertools.cycle) for x in gc.get_referents(cycle)):
+        cycled = [x for cycle in living(itertools.cycle) for x in gc.get_referents(cycle)]
+        own_code = AdoptedData._pass.__code__
+        if any(isinstance(x, GeneratorType) and x.gi_code is own_code for x in cycled):
             raise ConfigError(
                 "the script repeats its DataLoader by itertools.cycle, which gives the batches of the first "
                 f"pass again: loop over the DataLoader in each epoch, or {OWN_WAY}"
@@ -672,19 +662,16 @@ def refuse_same_data(frame: FrameType | None, stream: object, replicas: int) -> 
         )
     else:
         inner, loops = around[0]
-        alike = _inputs_alike(loops[0], {**inner.f_globals, **inner.f_locals})
+        # All that the model gets is made from generators of the script's own and from numbers.
+        values = {**inner.f_globals, **inner.f_locals}
+        names, made = _made_inputs(loops[0], values)
+        parts = [x for _, value in made for x in ast.walk(value)]
+        is_drawn = any(isinstance(x, ast.keyword) and x.arg == "generator" for x in parts)
+        is_made_here = names <= {name for stored, _ in made for name in stored}
+        values |= dict.fromkeys(stores([loops[0]]))
+        alike = is_drawn and is_made_here and all(_draws_alike(x, values, ()) for _, x in made)
     if alike:
         raise ConfigError(_SAME)
-
-
-def _inputs_alike(loop: ast.stmt, values: Mapping[str, Any]) -> bool:
-    """Whether the loop makes what its model gets from generators of the script's own and from numbers."""
-    own = dict.fromkeys(stores([loop]))
-    names, made = _made_inputs(loop, values)
-    parts = [x for _, value in made for x in ast.walk(value)]
-    is_drawn = any(isinstance(x, ast.keyword) and x.arg == "generator" for x in parts)
-    is_made_here = names <= {name for stored, _ in made for name in stored}
-    return is_drawn and is_made_here and all(_draws_alike(x, {**values, **own}, ()) for _, x in made)
 
 
 def _made_inputs(
@@ -723,10 +710,6 @@ def _draws_alike(node: ast.AST, values: Mapping[str, Any], methods: Collection[s
             if is_default or not (value is None or isinstance(value, (*_PLAIN, ModuleType))):
                 return False
     return True
-
-
-def _is_pass(value: object) -> bool:
-    return isinstance(value, GeneratorType) and value.gi_code is AdoptedData._pass.__code__  # noqa: SLF001
 
 
 def _in_order(loader: Loader) -> bool:

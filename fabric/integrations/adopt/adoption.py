@@ -19,9 +19,8 @@ from typing import Any
 import fabric.client
 from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError
-from fabric.integrations.adopt.adopted_loop import AdoptedLoop
+from fabric.integrations.adopt.adopted_loop import AdoptedLoop, patched
 from fabric.integrations.adopt.living_objects import OWN_WAY
-from fabric.integrations.adopt.patches import patched
 from fabric.runtime import config
 
 
@@ -32,15 +31,6 @@ class Adapter:
     own: str  # the framework's class, in the module that ADAPTERS names
     module: str
     ours: str  # class of ``module``
-
-    def adopt(self, framework: ModuleType, hand_over: Callable[[], None]) -> Callable[[], None]:
-        """Take the place of the class; return how to undo that. A made trainer calls ``hand_over`` first."""
-        adapter = importlib.import_module(self.module)
-        own, ours = getattr(framework, self.own), getattr(adapter, self.ours)
-        if not issubclass(ours, own):
-            undo: Callable[[], None] = adapter.adopt_trainer(own, hand_over)
-            return undo
-        return replace_class(own, ours, hand_over)
 
 
 _LIGHTNING = Adapter("Trainer", "fabric.integrations.lightning", "FabricStrategy")
@@ -83,13 +73,6 @@ def replace_class(own: Any, ours: Any, hand_over: Callable[[], None]) -> Callabl
     return undo
 
 
-def _keep_others(framework: ModuleType) -> None:
-    """Let a framework make the trainers of another as they are: its own adapter counts on that."""
-    for name, value in list(vars(framework).items()):
-        if isinstance(value, type) and _REPLACED in vars(value):
-            setattr(framework, name, vars(value)[_REPLACED])
-
-
 class FrameworkFinder(MetaPathFinder):
     """Calls ``adopt`` with the name of each module of ``ADAPTERS`` that has been imported."""
 
@@ -124,9 +107,19 @@ def adopted_frameworks(hand_over: Callable[[str, str], None]) -> Iterator[None]:
 
         def adopt(name: str) -> None:
             adapter, framework = ADAPTERS[name], sys.modules[name]
-            _keep_others(framework)
-            own = f"{name.partition('.')[0]}.{adapter.own}"
-            stack.callback(adapter.adopt(framework, functools.partial(hand_over, own, adapter.ours)))
+            # A framework makes the trainers of another as they are: its own adapter counts on that.
+            others = {
+                k: v for k, v in vars(framework).items() if isinstance(v, type) and _REPLACED in vars(v)
+            }
+            for other, adopted in others.items():
+                setattr(framework, other, vars(adopted)[_REPLACED])
+            announce = functools.partial(hand_over, f"{name.partition('.')[0]}.{adapter.own}", adapter.ours)
+            module = importlib.import_module(adapter.module)
+            own, ours = getattr(framework, adapter.own), getattr(module, adapter.ours)
+            if issubclass(ours, own):
+                stack.callback(replace_class(own, ours, announce))
+            else:
+                stack.callback(module.adopt_trainer(own, announce))
 
         finder = FrameworkFinder(adopt)
         sys.meta_path.insert(0, finder)

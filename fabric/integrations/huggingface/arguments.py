@@ -8,12 +8,10 @@ from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import (
     ArgumentTable,
-    refusals,
-    rows_of,
     unequal_optimizer,
 )
-from fabric.integrations.hook_source import Hooks, collective, kept_value
 from fabric.integrations.huggingface import trl
+from fabric.integrations.user_source import Hooks, collective, kept_value
 
 BY = "FabricTrainer"
 
@@ -21,8 +19,7 @@ BY = "FabricTrainer"
 ARGUMENTS = ArgumentTable(
     "TrainingArguments",
     BY,
-    rows_of(
-        """
+    """
     lr_scheduler_type lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2
         adam_epsilon max_grad_norm bf16 label_smoothing_factor logging_strategy logging_steps
         logging_first_step logging_nan_inf_filter eval_strategy eval_steps eval_delay eval_on_start
@@ -72,17 +69,16 @@ ARGUMENTS = ArgumentTable(
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend
         ddp_timeout local_rank | idle | no process group of torch has more than one process
     """,
-        {
-            "optim": lambda given: not unequal_optimizer(str(getattr(given, "value", given))),
-            "fsdp": operator.not_,
-        },
-    ),
+    {
+        "optim": lambda given: not unequal_optimizer(str(getattr(given, "value", given))),
+        "fsdp": operator.not_,
+    },
 )
 
 ACCELERATOR = ArgumentTable(
     "accelerator_config",
     BY,
-    rows_of("""
+    """
     split_batches | refused | fabric deals out the batches: choose False
     dispatch_batches | refused | every replica reads its own part of the data: leave it out
     even_batches | idle | no process group of torch has more than one process
@@ -90,13 +86,13 @@ ACCELERATOR = ArgumentTable(
     gradient_accumulation_kwargs | kept | test_an_argument_is_kept
     non_blocking | idle | it concerns speed and memory
     use_configured_state | idle | it says where the accelerator's state comes from
-    """),
+    """,
 )
 
 TRAINER = ArgumentTable(
     "Trainer",
     BY,
-    rows_of("""
+    """
     model args train_dataset | kept | test_it_reads_the_samples_of_the_trainers_own_order_in_every_pass
     data_collator compute_loss_func compute_metrics optimizer_cls_and_kwargs preprocess_logits_for_metrics |
         kept | test_an_argument_of_the_trainer_is_kept
@@ -104,8 +100,8 @@ TRAINER = ArgumentTable(
     eval_dataset | kept | test_an_argument_is_kept
     processing_class | kept | recipe trl_sft
     callbacks | kept | test_a_callback_ends_the_training_after_the_same_step
-    """),
-    rows_of("""
+    """,
+    methods="""
     compute_loss training_step create_optimizer create_scheduler create_optimizer_and_scheduler
         get_train_dataloader _get_train_sampler _get_dataloader _prepare_inputs _prepare_input
         _get_num_items_in_batch compute_loss_context_manager autocast_smart_context_manager _clip_grad_norm
@@ -125,7 +121,7 @@ TRAINER = ArgumentTable(
     set_initial_training_values get_total_train_batch_size _init_training_state _prepare_for_training
         _finalize_training | refused | the number of steps is that of the whole job: leave it out
     is_world_process_zero _get_output_dir | refused | one replica writes for all: leave it out
-    _busy _end_epoch _settings | refused | FabricTrainer has a method of this name: choose another
+    _busy _end_epoch | refused | FabricTrainer has a method of this name: choose another
     _load_rng_state _save_rng_state | idle | fabric seeds every micro-batch
     create_model_card push_to_hub _push_from_checkpoint _finish_current_push init_hf_repo log_metrics
         metrics_format save_metrics save_state is_local_process_zero _issue_warnings_after_load end
@@ -134,20 +130,20 @@ TRAINER = ArgumentTable(
     hyperparameter_search _hp_search_setup _report_to_hp_search _tune_save_checkpoint _update_auto_batch_size
         _defer_fsdp_gradient_reduction _sync_replicated_trainable_parameters get_cp_size get_sp_size
         get_tp_size | idle | train() refuses what needs it
-    """),
+    """,
 )
 
 CALLBACK = ArgumentTable(
     "TrainerCallback",
     BY,
-    rows_of("""
+    """
     on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin on_pre_optimizer_step
         on_optimizer_step on_substep_end on_step_end on_evaluate on_predict on_save on_log on_prediction_step
         on_push_begin should_log should_evaluate should_save | kept |
         test_callbacks_see_the_events_of_the_trainer
     should_training_stop | kept | test_a_callback_ends_the_training_after_the_same_step
     should_epoch_stop | refused | every epoch is read to its end: set should_training_stop
-    """),
+    """,
 )
 
 
@@ -186,26 +182,14 @@ def refuse(trainer: Any, base: type, resumes: bool, trial: Any) -> None:
 
 
 # Methods that run in each step, and those whose values are shared state or lie in files.
-_RUNNING = [
-    "compute_loss",
-    "training_step",
-    "forward",
-    "on_step_begin",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_substep_end",
-    "on_step_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-]
-_EVALUATING = (
-    "evaluate",
-    "evaluation_loop",
-    "prediction_step",
-    "on_evaluate",
-    "on_prediction_step",
-    "__call__",  # of compute_metrics
+_RUNNING = (
+    *("compute_loss", "training_step", "forward", "on_step_begin", "on_pre_optimizer_step"),
+    *("on_optimizer_step", "on_substep_end", "on_step_end", "on_epoch_begin", "on_epoch_end"),
 )
+_EVALUATING = (
+    *("evaluate", "evaluation_loop", "prediction_step", "on_evaluate", "on_prediction_step"),
+    "__call__",
+)  # __call__ of compute_metrics
 _SAVES = ("state", "shared_state", "state_dict", "get_extra_state")
 
 
@@ -232,18 +216,3 @@ def _conditions(trainer: Any, resumes: bool, trial: Any) -> Mapping[str, bool]:
         ),
         "a hyperparameter search": trial is not None,
     }
-
-
-def page_table() -> str:
-    """Return the table of docs/adopt/transformers.md."""
-    return refusals(
-        {
-            "TrainingArguments": ARGUMENTS.rows,
-            "accelerator_config": ACCELERATOR.rows,
-            "Trainer": TRAINER.rows,
-            "methods of Trainer": TRAINER.methods,
-            "TrainerControl": CALLBACK.rows,
-            **{x.subject: x.rows for x in (*trl.CONFIGS.values(), *trl.TRAINERS.values())},
-            **{f"methods of {x.subject}": x.methods for x in trl.TRAINERS.values()},
-        }
-    )

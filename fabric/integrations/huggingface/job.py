@@ -4,10 +4,10 @@ While a job runs, the Trainer's loop finds the job's methods in place of four of
 ``training_step`` without inputs, and the job calls the Trainer's own ``training_step`` once per micro-batch.
 """
 
-import contextlib
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,12 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ProgressCallback
 
-import fabric.client
-from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
 from fabric.errors import ConfigError
 from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.script_state import ScriptState
-from fabric.integrations.training_data import StepFeed, TrainingData
+from fabric.integrations.training_data import StepFeed, TrainingData, attach_in
 
 # How a Trainer's loss of one micro-batch enters the average of a step.
 #
@@ -32,7 +30,6 @@ from fabric.integrations.training_data import StepFeed, TrainingData
 # ``num_items_in_batch`` is a sum over tokens, divided by the tokens of the whole step. No replica knows
 # that number before the step. So such a loss is divided by the micro-batch's own tokens, and weighed by
 # them.
-
 
 _CONVERSIONS = {
     torch.Tensor.item,
@@ -118,11 +115,6 @@ class LossRule:
             )
 
 
-def weight_of(rule: Rule, number: float | None) -> float:
-    """Return the weight of a micro-batch in the step's average."""
-    return 1.0 if number is None or rule is Rule.SUM else number
-
-
 # The counters of a Trainer as shared state: a replica that joins logs and reports as the others do.
 
 
@@ -137,15 +129,16 @@ class TrainerCounters:
     def __init__(self, trainer: Any, step: int, figures: TrlFigures) -> None:
         self._trainer = trainer
         self._figures = figures
-        self._values: dict[str, Any] = {
-            "_tr_loss": 0.0,
-            "_total_loss_scalar": 0.0,
-            "_globalstep_last_logged": step,
-            "_initial_global_step": step,
-            "current_flos": 0.0,
-            **{name: getattr(trainer.state, name) for name in _OF_STATE},
-            "callbacks": _callback_states(trainer),
-            "figures": figures.state_dict(),
+        first = {"_globalstep_last_logged": step, "_initial_global_step": step}
+        self._values = self._now(0.0, {name: first.get(name, 0.0) for name in _OF_TRAINER})
+
+    def _now(self, loss: float, of_trainer: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "_tr_loss": loss,
+            **of_trainer,
+            **{name: getattr(self._trainer.state, name) for name in _OF_STATE},
+            "callbacks": [dict(x.state()["attributes"]) for x in _stateful(self._trainer)],
+            "figures": self._figures.state_dict(),
         }
 
     @property
@@ -159,16 +152,10 @@ class TrainerCounters:
         # The Trainer adds these up when it logs, and where it saves: on the one replica that writes.
         trainer.state.total_flos += trainer.current_flos
         trainer.current_flos = 0.0
-        self._values = {
-            "_tr_loss": trainer._tr_loss.item(),  # noqa: SLF001
-            **{name: getattr(trainer, name) for name in _OF_TRAINER},
-            **{name: getattr(trainer.state, name) for name in _OF_STATE},
-            "callbacks": _callback_states(trainer),
-            "figures": self._figures.state_dict(),
-        }
+        of_trainer = {name: getattr(trainer, name) for name in _OF_TRAINER}
+        self._values = self._now(trainer._tr_loss.item(), of_trainer)  # noqa: SLF001
 
     def apply(self) -> None:
-        """Put the counters into the Trainer."""
         trainer, values = self._trainer, self._values
         trainer._tr_loss = torch.tensor(values["_tr_loss"], device=trainer.args.device)  # noqa: SLF001
         for name in _OF_TRAINER:
@@ -181,11 +168,9 @@ class TrainerCounters:
                 setattr(callback, name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters of the last step boundary."""
         return self._values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the job's counters."""
         self._values = dict(state)
         self.apply()
 
@@ -193,10 +178,6 @@ class TrainerCounters:
 def _stateful(trainer: Any) -> list[Any]:
     """Return the callbacks that the Trainer itself saves in its checkpoints, such as early stopping."""
     return [x for x in trainer.callback_handler.callbacks if hasattr(x, "state") and hasattr(x, "from_state")]
-
-
-def _callback_states(trainer: Any) -> list[dict[str, Any]]:
-    return [dict(callback.state()["attributes"]) for callback in _stateful(trainer)]
 
 
 # TensorBoard's curve of a Trainer goes on in one folder, whichever replica writes it.
@@ -211,18 +192,11 @@ def continue_curves(trainer: Any, job: str) -> None:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is None:
             if callback.logging_dir is None:
                 callback.logging_dir = str(Path(trainer.args.output_dir) / "runs" / job)
-            callback._SummaryWriter = _Purging(callback._SummaryWriter, trainer)  # noqa: SLF001
+            callback._SummaryWriter = partial(_purging, callback._SummaryWriter, trainer)  # noqa: SLF001
 
 
-class _Purging:
-    """Makes a SummaryWriter that begins at the Trainer's step."""
-
-    def __init__(self, kind: Any, trainer: Any) -> None:
-        self._kind = kind
-        self._trainer = trainer
-
-    def __call__(self, log_dir: str) -> Any:
-        return self._kind(log_dir=log_dir, purge_step=self._trainer.state.global_step)
+def _purging(kind: Any, trainer: Any, log_dir: str) -> Any:
+    return kind(log_dir=log_dir, purge_step=trainer.state.global_step)
 
 
 # The end of a sentence for a loop of one's own, in the words of transformers.
@@ -299,20 +273,16 @@ class TrainerJob:
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
         optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        chosen = {"step": self._began_at, "buffers": default_buffers(trainer.model)}
-        arguments = {**chosen, **trainer._attach_arguments}  # noqa: SLF001
-        self.session = fabric.client.attach(trainer.model, optimizer, state=state, **arguments)
-        if isinstance(self.session, fabric.client.Session):
-            self.session.say_in(_WORDS)
-        args, batch = trainer.args, self._data.batch_size
-        data = self._data.loader(
+        arguments = {"step": self._began_at, **trainer._attach_arguments}  # noqa: SLF001
+        self.session = attach_in(_WORDS, trainer.model, optimizer, state, arguments)
+        args = trainer.args
+        self._feed = self._data.feed(
             self.session,
-            global_batch_size=batch * args.gradient_accumulation_steps * self.replicas,
-            micro_batch_size=batch,
+            self.until,
+            global_batch_size=self._data.batch_size * args.gradient_accumulation_steps * self.replicas,
             seed=args.data_seed if args.data_seed is not None else args.seed,
             epoch_end="continue" if self._data.is_stream else "short",
         )
-        self._feed = StepFeed(self.session, data, self.until)
         self._take_over(optimizer)
         continue_curves(trainer, self.session.settings.job)
         self._advance()
@@ -326,7 +296,7 @@ class TrainerJob:
         trainer = self._trainer
         trainer.accelerator.backward = self._backward
         trainer.training_step = self._loop_step
-        trainer.floating_point_ops = lambda _inputs: self.take_total("flos")
+        trainer.floating_point_ops = lambda _inputs: self._totals.pop("flos", 0.0)  # once a step
         trainer._track_num_input_tokens = self._track_tokens  # noqa: SLF001
         optimizer.register_step_pre_hook(self._forbid_update)
         trainer.callback_handler.callbacks.insert(0, EpochPlace(self))
@@ -354,36 +324,32 @@ class TrainerJob:
         self._look_at_writer()
 
     def _look_at_writer(self) -> None:
-        """Let the Trainer log and save where this replica writes for all."""
+        """Let the Trainer log and save where this replica writes for all, and show its progress."""
         trainer, state = self._trainer, self._trainer.state
         writes = trainer.is_world_process_zero()
         if writes and not state.is_world_process_zero:
-            self._show_progress()
+            for callback in trainer.callback_handler.callbacks:
+                if isinstance(callback, ProgressCallback) and callback.training_bar is None:
+                    state.is_world_process_zero = True
+                    callback.on_train_begin(trainer.args, state, trainer.control)
         state.is_world_process_zero = writes
 
-    def _show_progress(self) -> None:
-        """Make the progress bar that a replica lacks which now becomes the writer."""
-        trainer = self._trainer
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, ProgressCallback) and callback.training_bar is None:
-                trainer.state.is_world_process_zero = True
-                callback.on_train_begin(trainer.args, trainer.state, trainer.control)
-
-    def place(self) -> tuple[int, int] | None:
-        """Return epoch and step in the epoch of the step that comes next; None where none does."""
+    def _next_step(self) -> Step | None:
+        """Return the step that comes next; None where none does."""
         if self._feed.step is self._begun:
             self.counters.collect()
             self._advance()
-        step = self._feed.step
+        return self._feed.step
+
+    def place(self) -> tuple[int, int] | None:
+        """Return epoch and step in the epoch of the step that comes next; None where none does."""
+        step = self._next_step()
         return divmod(step.number, self.epochs.steps) if step is not None else None
 
     def begin_step(self) -> None:
         """Begin the step that the Trainer's loop expects. Raises MovedError where the job is elsewhere."""
         expected = self._trainer.state.global_step
-        if self._feed.step is self._begun:
-            self.counters.collect()
-            self._advance()
-        step = self._feed.step
+        step = self._next_step()
         if step is None or step.number != expected:
             raise MovedError
         self._begun, self._totals = step, {}
@@ -439,12 +405,8 @@ class TrainerJob:
         if control.should_training_stop and state.global_step < self.until:
             self.wants_stop, control.should_training_stop = True, False
 
-    def take_total(self, name: str) -> float:
-        """Return a sum of the whole step once, after its last micro-batch."""
-        return self._totals.pop(name, 0.0)
-
     def _track_tokens(self, _inputs: Any) -> None:
-        self._trainer.state.num_input_tokens_seen += int(self.take_total("tokens"))
+        self._trainer.state.num_input_tokens_seen += int(self._totals.pop("tokens", 0.0))
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -481,9 +443,8 @@ class TrainerJob:
         done, scaler = self._micro_batch, self._trainer.accelerator.scaler
         assert self._begun is not None and done is not None
         self._loss.look_at(loss)
-        done.weight = weight_of(self._loss.rule, done.number)
-        of_tokens = self._loss.rule is not Rule.SUM and done.number is not None
-        done.factor = 1.0 if of_tokens else done.part
+        number = None if self._loss.rule is Rule.SUM else done.number
+        done.weight, done.factor = (1.0, done.part) if number is None else (number, 1.0)
         loss = loss.as_subclass(torch.Tensor) * done.factor
         self._begun.backward(scaler.scale(loss) if scaler is not None else loss, weight=done.weight)
 
@@ -495,16 +456,6 @@ class TrainerJob:
             )
 
     # --- evaluation -------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def busy(self, why: str, at_most_s: float) -> Iterator[None]:
-        """Tell the others what this replica does between two steps."""
-        self.is_busy = True
-        try:
-            with self.session.busy(why, at_most_s):
-                yield
-        finally:
-            self.is_busy = False
 
     def may_skip_evaluation(self) -> bool:
         """Whether this replica only catches up, and no state depends on the evaluation's figures."""
@@ -553,7 +504,6 @@ class EpochPlace(TrainerCallback):  # type: ignore[misc]
         self._job = job
 
     def on_epoch_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
-        """Restore the job's values."""
         self._job.undo_hooks()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:

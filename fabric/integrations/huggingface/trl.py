@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, overridable, rows_of
+from fabric.integrations.arguments import ArgumentTable, overridable
 
 _SUM, _COUNT, _OWN = "trl.sum.", "trl.count.", "trl.tokens"  # names, or their beginnings, of a step's sums
 
@@ -22,82 +22,76 @@ CONFIGS = {
     "SFTTrainer": ArgumentTable(
         "SFTConfig",
         "FabricTrainer",
-        rows_of("""
-        model_init_kwargs trust_remote_code | idle | each replica loads the same model
-        router_aux_loss_coef | refused | the auxiliary loss is not divided by the tokens of the step: choose
-            0.0
-        chat_template_path dataset_text_field dataset_kwargs dataset_num_proc eos_token max_length
-            truncation_mode shuffle_dataset packing_strategy padding_free pad_to_multiple_of
-            completion_only_loss assistant_only_loss loss_type pad_token | kept |
-            test_a_kept_field_trains_as_without_fabric
-        packing | kept | recipe trl_sft_packing
-        eval_packing | idle | it concerns evaluations
-        activation_offloading | idle | it concerns speed and memory
-        """),
+        """
+    model_init_kwargs trust_remote_code | idle | each replica loads the same model
+    router_aux_loss_coef | refused | the auxiliary loss is not divided by the tokens of the step: choose 0.0
+    chat_template_path dataset_text_field dataset_kwargs dataset_num_proc eos_token max_length truncation_mode
+        shuffle_dataset packing_strategy padding_free pad_to_multiple_of completion_only_loss
+        assistant_only_loss loss_type pad_token | kept | test_a_kept_field_trains_as_without_fabric
+    packing | kept | recipe trl_sft_packing
+    eval_packing | idle | it concerns evaluations
+    activation_offloading | idle | it concerns speed and memory
+    """,
     ),
     "DPOTrainer": ArgumentTable(
         "DPOConfig",
         "FabricTrainer",
-        rows_of("""
-        model_init_kwargs trust_remote_code | idle | each replica loads the same model
-        router_aux_loss_coef disable_dropout dataset_num_proc max_length truncation_mode padding_free
-            pad_to_multiple_of precompute_ref_log_probs precompute_ref_batch_size loss_type loss_weights
-            ld_alpha f_divergence_type f_alpha_divergence_coef label_smoothing beta use_weighting discopop_tau
-            pad_token | kept | test_a_kept_field_trains_as_without_fabric
-        sync_ref_model | refused | the second model changes in each replica: choose False
-        ref_model_mixup_alpha ref_model_sync_steps | idle | it goes with sync_ref_model
-        activation_offloading | idle | it concerns speed and memory
-        """),
+        """
+    model_init_kwargs trust_remote_code | idle | each replica loads the same model
+    router_aux_loss_coef disable_dropout dataset_num_proc max_length truncation_mode padding_free
+        pad_to_multiple_of precompute_ref_log_probs precompute_ref_batch_size loss_type loss_weights ld_alpha
+        f_divergence_type f_alpha_divergence_coef label_smoothing beta use_weighting discopop_tau pad_token |
+        kept | test_a_kept_field_trains_as_without_fabric
+    sync_ref_model | refused | the second model changes in each replica: choose False
+    ref_model_mixup_alpha ref_model_sync_steps | idle | it goes with sync_ref_model
+    activation_offloading | idle | it concerns speed and memory
+    """,
     ),
     "GRPOTrainer": ArgumentTable(
         "GRPOConfig",
         "FabricTrainer",
-        rows_of(
-            """
-        model_init_kwargs trust_remote_code | idle | each replica loads the same model
-        num_generations max_completion_length top_p top_k min_p generation_kwargs repetition_penalty | kept |
-            recipe trl_grpo
-        router_aux_loss_coef disable_dropout cast_lm_head_to_fp32 shuffle_dataset pad_to_multiple_of
-            temperature chat_template_kwargs beta epsilon epsilon_high delta sapo_temperature_neg
-            sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
-            importance_sampling_level reward_weights loss_type mask_truncated_completions entropy_coef
-            off_policy_mask_threshold use_bias_correction_kl | kept |
-            test_a_kept_field_trains_as_without_fabric
-        steps_per_generation | refused | completions would wait in one replica: choose steps_per_generation=1,
-            and a per_device_train_batch_size that is a multiple of num_generations
-        generation_batch_size | idle | it goes with steps_per_generation
-        num_iterations | refused | completions that are used again wait in one replica: choose 1
-        use_vllm use_transformers_continuous_batching | refused | it draws random numbers of its own: choose
-            False
-        scale_rewards | refused | each replica would see its own completions only: choose "group"
-        multi_objective_aggregation | refused | each replica would see its own completions only: choose
-            "sum_then_normalize"
-        top_entropy_quantile | refused | each replica would see its own completions only: choose 1.0
-        use_adaptive_entropy log_completions | refused | each replica would see its own completions only:
-            choose False
-        sync_ref_model | refused | the second model changes in each replica: choose False
-        ref_model_mixup_alpha ref_model_sync_steps | idle | it goes with sync_ref_model
-        vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url
-            vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
-            vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction
-            vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-            vllm_importance_sampling_cap | idle | it goes with use_vllm
-        use_transformers_paged transformers_continuous_batching_config | idle | it goes with
-            use_transformers_continuous_batching
-        entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target | idle | it goes with
-            use_adaptive_entropy
-        log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo | idle | it goes
-            with log_completions
-        num_generations_eval | idle | it concerns evaluations
-        ds3_gather_for_generation | idle | DeepSpeed is refused
-        max_tool_calling_iterations | idle | it goes with tools
-        cache_implementation | idle | it concerns speed and memory
-        """,
-            {
-                "steps_per_generation": lambda given: given == 1,
-                "scale_rewards": lambda given: given == "none",
-            },
-        ),
+        """
+    model_init_kwargs trust_remote_code | idle | each replica loads the same model
+    num_generations max_completion_length top_p top_k min_p generation_kwargs repetition_penalty | kept |
+        recipe trl_grpo
+    router_aux_loss_coef disable_dropout cast_lm_head_to_fp32 shuffle_dataset pad_to_multiple_of temperature
+        chat_template_kwargs beta epsilon epsilon_high delta sapo_temperature_neg sapo_temperature_pos
+        vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level reward_weights
+        loss_type mask_truncated_completions entropy_coef off_policy_mask_threshold use_bias_correction_kl |
+        kept | test_a_kept_field_trains_as_without_fabric
+    steps_per_generation | refused | completions would wait in one replica: choose steps_per_generation=1, and
+        a per_device_train_batch_size that is a multiple of num_generations
+    generation_batch_size | idle | it goes with steps_per_generation
+    num_iterations | refused | completions that are used again wait in one replica: choose 1
+    use_vllm use_transformers_continuous_batching | refused | it draws random numbers of its own: choose False
+    scale_rewards | refused | each replica would see its own completions only: choose "group"
+    multi_objective_aggregation | refused | each replica would see its own completions only: choose
+        "sum_then_normalize"
+    top_entropy_quantile | refused | each replica would see its own completions only: choose 1.0
+    use_adaptive_entropy log_completions | refused | each replica would see its own completions only: choose
+        False
+    sync_ref_model | refused | the second model changes in each replica: choose False
+    ref_model_mixup_alpha ref_model_sync_steps | idle | it goes with sync_ref_model
+    vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url
+        vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
+        vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction
+        vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+        vllm_importance_sampling_cap | idle | it goes with use_vllm
+    use_transformers_paged transformers_continuous_batching_config | idle | it goes with
+        use_transformers_continuous_batching
+    entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target | idle | it goes with
+        use_adaptive_entropy
+    log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo | idle | it goes with
+        log_completions
+    num_generations_eval | idle | it concerns evaluations
+    ds3_gather_for_generation | idle | DeepSpeed is refused
+    max_tool_calling_iterations | idle | it goes with tools
+    cache_implementation | idle | it concerns speed and memory
+    """,
+        {
+            "steps_per_generation": lambda given: given == 1,
+            "scale_rewards": lambda given: given == "none",
+        },
     ),
 }
 
@@ -106,46 +100,45 @@ TRAINERS = {
     "SFTTrainer": ArgumentTable(
         "SFTTrainer",
         "FabricTrainer",
-        rows_of("""
-        quantization_config peft_config | idle | each replica loads the same model
-        formatting_func | kept | test_a_kept_field_trains_as_without_fabric
-        """),
-        rows_of("""
-        _prepare_dataset _reject_skip_prepare_without_labels | kept |
-            test_a_kept_field_trains_as_without_fabric
-        _send_telemetry | idle | it counts the users of trl
-        """),
+        """
+    quantization_config peft_config | idle | each replica loads the same model
+    formatting_func | kept | test_a_kept_field_trains_as_without_fabric
+    """,
+        methods="""
+    _prepare_dataset _reject_skip_prepare_without_labels | kept | test_a_kept_field_trains_as_without_fabric
+    _send_telemetry | idle | it counts the users of trl
+    """,
     ),
     "DPOTrainer": ArgumentTable(
         "DPOTrainer",
         "FabricTrainer",
-        rows_of("""
-        quantization_config peft_config | idle | each replica loads the same model
-        ref_model | kept | recipe trl_dpo
-        """),
-        rows_of("""
-        _compute_loss _precompute_ref_logps _prepare_dataset compute_ref_log_probs | kept |
-            test_a_kept_field_trains_as_without_fabric
-        _send_telemetry | idle | it counts the users of trl
-        """),
+        """
+    quantization_config peft_config | idle | each replica loads the same model
+    ref_model | kept | recipe trl_dpo
+    """,
+        methods="""
+    _compute_loss _precompute_ref_logps _prepare_dataset compute_ref_log_probs | kept |
+        test_a_kept_field_trains_as_without_fabric
+    _send_telemetry | idle | it counts the users of trl
+    """,
     ),
     "GRPOTrainer": ArgumentTable(
         "GRPOTrainer",
         "FabricTrainer",
-        rows_of("""
-        quantization_config peft_config reward_processing_classes | idle | each replica loads the same model
-        reward_funcs | kept | recipe trl_grpo
-        tools rollout_func environment_factory | refused | it has not been tried: leave it out
-        """),
-        rows_of("""
-        _calculate_rewards _compute_loss _generate _generate_and_score_completions _generate_single_turn
-            _get_per_token_logps_and_entropies _tokenize_prompts _log_metric get_gamma_weights
-            get_off_policy_mask | kept | test_a_kept_field_trains_as_without_fabric
-        _get_tool_suffix_ids _tool_call_loop | idle | it goes with tools
-        get_high_entropy_mask | idle | it goes with top_entropy_quantile
-        _log_completion_extra | idle | it goes with log_completions
-        _send_telemetry | idle | it counts the users of trl
-        """),
+        """
+    quantization_config peft_config reward_processing_classes | idle | each replica loads the same model
+    reward_funcs | kept | recipe trl_grpo
+    tools rollout_func environment_factory | refused | it has not been tried: leave it out
+    """,
+        methods="""
+    _calculate_rewards _compute_loss _generate _generate_and_score_completions _generate_single_turn
+        _get_per_token_logps_and_entropies _tokenize_prompts _log_metric get_gamma_weights get_off_policy_mask
+        | kept | test_a_kept_field_trains_as_without_fabric
+    _get_tool_suffix_ids _tool_call_loop | idle | it goes with tools
+    get_high_entropy_mask | idle | it goes with top_entropy_quantile
+    _log_completion_extra | idle | it goes with log_completions
+    _send_telemetry | idle | it counts the users of trl
+    """,
     ),
 }
 
@@ -155,14 +148,18 @@ class TrlFigures:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        own = trl_class(trainer)
-        self._lists: Any = trainer._metrics["train"] if own is not None else {}  # noqa: SLF001
+        is_of_trl = trl_class(trainer) is not None
+        self._lists: Any = trainer._metrics["train"] if is_of_trl else None  # noqa: SLF001
+        self._counts_tokens = is_of_trl and hasattr(trainer, "_total_train_tokens")
 
     @contextlib.contextmanager
     def of_micro_batch(self) -> Iterator[dict[str, float]]:
         """Take the numbers that a micro-batch adds out of the lists, into the yielded sums."""
         sums: dict[str, float] = {}
-        kept, tokens = self.state_dict(), self._tokens
+        if self._lists is None:
+            yield sums
+            return
+        kept = self.state_dict()
         self._lists.clear()
         try:
             yield sums
@@ -170,39 +167,42 @@ class TrlFigures:
                 valid = [x for x in numbers if x == x]  # trl leaves out what is not a number
                 if valid and name != "num_tokens":
                     sums |= {_SUM + name: float(sum(valid)), _COUNT + name: float(len(valid))}
-            sums |= {_OWN: float(self._tokens - tokens)} if self._tokens != tokens else {}
+            tokens = self._tokens() - kept["tokens"][0]
+            sums |= {_OWN: float(tokens)} if tokens else {}
         finally:
-            self.load_state_dict({**kept, "tokens": [tokens]})
+            self.load_state_dict(kept)
 
     def add_step(self, totals: Mapping[str, float]) -> None:
         """Add the numbers of a whole step of the job."""
-        self._tokens += int(totals.get(_OWN, 0.0))
+        if self._lists is None:
+            return
+        self._set_tokens(self._tokens() + totals.get(_OWN, 0.0))
         for name in sorted(totals):
             if name.startswith(_SUM):
                 figure, count = name.removeprefix(_SUM), int(totals[_COUNT + name.removeprefix(_SUM)])
                 self._lists[figure] += [totals[name] / count] * count
                 seen = self._trainer.state.num_input_tokens_seen + int(totals.get("tokens", 0.0))
-                self._lists["num_tokens"] = [self._tokens or seen]
+                self._lists["num_tokens"] = [self._tokens() or seen]
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return the numbers that no log has yet, and the tokens that the trainer counts itself."""
-        return {**{name: list(x) for name, x in sorted(self._lists.items())}, "tokens": [self._tokens]}
+        if self._lists is None:
+            return {}
+        return {**{name: list(x) for name, x in sorted(self._lists.items())}, "tokens": [self._tokens()]}
 
     def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
-        """Take over numbers and tokens."""
-        self._lists.clear()
-        self._lists.update({name: list(x) for name, x in state.items() if name != "tokens"})
-        self._tokens = int(state["tokens"][0])
+        if self._lists is not None:
+            self._lists.clear()
+            self._lists.update({name: list(x) for name, x in state.items() if name != "tokens"})
+            self._set_tokens(state["tokens"][0])
 
-    @property
     def _tokens(self) -> int:
-        """Tokens since the training began, where the trainer counts them itself; else 0."""
-        return int(getattr(self._trainer, "_total_train_tokens", 0))
+        """Return the tokens since the training began, where the trainer counts them itself; else 0."""
+        return int(self._trainer._total_train_tokens) if self._counts_tokens else 0  # noqa: SLF001
 
-    @_tokens.setter
-    def _tokens(self, tokens: int) -> None:
-        if hasattr(self._trainer, "_total_train_tokens"):
-            self._trainer._total_train_tokens = tokens  # noqa: SLF001
+    def _set_tokens(self, tokens: float) -> None:
+        if self._counts_tokens:
+            self._trainer._total_train_tokens = int(tokens)  # noqa: SLF001
 
 
 def trl_class(trainer: Any) -> type | None:
@@ -230,7 +230,7 @@ def refuse(trainer: Any, base: type) -> None:
     table.check(config, given)
     made = {**vars(trainer), "environment_factory": getattr(trainer, "environment_factories", None)}
     api.check(own, {name: made[name] for name in api.rows if made.get(name)})
-    api.check_methods(own, type(trainer), overridable(base))
+    api.check_methods(own, type(trainer), set(overridable(own)) - set(overridable(base)))
 
 
 def own_fields(config: type) -> list[str]:

@@ -4,7 +4,6 @@ The names come from the installed release. A name without a row here is refused 
 new release cannot change what is trained in silence. docs/adopt/lightning.md has the refusals.
 """
 
-import dataclasses
 import importlib
 import inspect
 import logging
@@ -13,21 +12,20 @@ from typing import Any
 
 from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, Kept, NoInfluence, Refusal, Row, refusals, rows_of
-from fabric.integrations.hook_source import Hooks, collective, kept_value, skips
+from fabric.integrations.arguments import ArgumentTable, Row, rows_of
 from fabric.integrations.lightning.release import ROOT
-from fabric.integrations.lightning.run_files import overrides
+from fabric.integrations.user_source import Hooks, collective, kept_value, skips
 
 _pl: Any = importlib.import_module(ROOT)
 _signature: Any = importlib.import_module(f"{ROOT}.utilities.signature_utils")
 _BY = "FabricStrategy"
+_PACKAGES = (ROOT, "lightning_fabric", "lightning.fabric")
 _log = logging.getLogger(__name__)
 
 TRAINER = ArgumentTable(
     "Trainer",
     _BY,
-    rows_of(
-        """
+    """
     accelerator | idle | it chooses the replica's device
     strategy max_steps check_val_every_n_epoch enable_checkpointing | kept |
         test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_job
@@ -62,28 +60,16 @@ TRAINER = ArgumentTable(
     enable_autolog_hparams | idle | it logs hyperparameters
     model_registry | idle | it uploads files
     """,
-        {"val_check_interval": lambda x: isinstance(x, int | float)},
-    ),
+    {"val_check_interval": lambda x: isinstance(x, int | float)},
 )
 
 # Methods that run in each step, and those whose values are shared state.
-_RUNNING = [
-    "training_step",
-    "forward",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "lr_scheduler_step",
-    "configure_gradient_clipping",
-    "on_before_batch_transfer",
-    "on_after_batch_transfer",
-]
+_RUNNING = (
+    *("training_step", "forward", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "lr_scheduler_step"),
+    *("configure_gradient_clipping", "on_before_batch_transfer", "on_after_batch_transfer"),
+)
 _EVALUATING = (
     *("validation_step", "on_validation_start", "on_validation_end", "on_validation_epoch_start"),
     *("on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end"),
@@ -119,7 +105,7 @@ CALLBACKS: dict[str, Row] = rows_of("""
     WeightAveraging | kept | recipe lightning_averaging
     """)
 
-_HOOKS: dict[str, Row] = rows_of("""
+_HOOKS = """
     on_fit_start on_fit_end on_train_start on_train_end on_train_epoch_start on_train_epoch_end
         on_train_batch_start on_train_batch_end on_validation_start on_validation_end
         on_validation_epoch_start on_validation_epoch_end on_validation_batch_start on_validation_batch_end
@@ -128,32 +114,38 @@ _HOOKS: dict[str, Row] = rows_of("""
     on_test_start on_test_end on_test_epoch_start on_test_epoch_end on_test_batch_start on_test_batch_end
         on_predict_start on_predict_end on_predict_epoch_start on_predict_epoch_end on_predict_batch_start
         on_predict_batch_end | idle | after the training
-    """)
-_STATE: dict[str, Row] = rows_of("""
+    """
+_STATE = """
     state_dict load_state_dict | kept | test_a_callback_that_has_loaded_a_state_has_it
     on_exception | idle | the training is over
-    """)
-CALLBACK_HOOKS: dict[str, Row] = {
-    **_HOOKS,
-    **_STATE,
-    **rows_of("""
+    """
+CALLBACK = ArgumentTable(
+    "Callback",
+    _BY,
+    "",
+    methods=_HOOKS
+    + _STATE
+    + """
     setup teardown | kept | recipe lightning_hooks
     on_save_checkpoint | idle | it writes into a file
     on_sanity_check_start on_sanity_check_end | idle | before the training
     on_load_checkpoint | refused | FabricStrategy shares a callback's state_dict: return the state there
-    """),
-}
-DATA_HOOKS: dict[str, Row] = rows_of("""
+    """,
+)
+_DATA_HOOKS = """
     train_dataloader val_dataloader transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer
         prepare_data setup teardown | kept | recipe lightning_hooks
     test_dataloader | idle | it concerns Trainer.test
     predict_dataloader | idle | it concerns Trainer.predict
-    """)
-DATA_MODULE_HOOKS: dict[str, Row] = {**DATA_HOOKS, **_STATE}
-MODULE_HOOKS: dict[str, Row] = {
-    **_HOOKS,
-    **DATA_HOOKS,
-    **rows_of("""
+    """
+DATA_MODULE = ArgumentTable("LightningDataModule", _BY, "", methods=_DATA_HOOKS + _STATE)
+MODULE = ArgumentTable(
+    "LightningModule",
+    _BY,
+    "",
+    methods=_HOOKS
+    + _DATA_HOOKS
+    + """
     on_save_checkpoint on_load_checkpoint | kept | test_what_hooks_save_is_shared_state
     training_step forward configure_optimizers | kept |
         test_a_trainer_survives_a_kill_and_a_join_with_the_curve_of_an_undisturbed_job
@@ -165,8 +157,8 @@ MODULE_HOOKS: dict[str, Row] = {
     manual_backward toggle_optimizer untoggle_optimizer | kept | recipe lightning_manual
     configure_sharded_model | kept | recipe lightning_overfit
     on_test_model_eval on_test_model_train on_predict_model_eval | idle | after the training
-    """),
-}
+    """,
+)
 SCHEDULER: dict[str, Row] = rows_of("""
     scheduler interval frequency | kept | recipe lightning_trainer
     name | idle | it names a curve
@@ -181,9 +173,9 @@ def check_trainer(trainer: Any, arguments: Mapping[str, Any]) -> None:
     for callback in trainer.callbacks:
         _check_callback(callback)
     module, data = trainer.lightning_module, trainer.datamodule
-    _check_hooks("LightningModule", module, _pl.LightningModule, MODULE_HOOKS)
+    MODULE.check_methods(_pl.LightningModule, type(module), hooks_of(_pl.LightningModule))
     if data is not None:
-        _check_hooks("LightningDataModule", data, _pl.LightningDataModule, DATA_MODULE_HOOKS)
+        DATA_MODULE.check_methods(_pl.LightningDataModule, type(data), hooks_of(_pl.LightningDataModule))
     _check_optimization(trainer)
 
 
@@ -229,9 +221,9 @@ def _check_arguments(trainer: Any) -> None:
             getattr(trainer, "_val_check_time_interval", None) is not None,
         ),
     }
-    for argument, (name, holds) in refused.items():
+    for shown, (name, holds) in refused.items():
         if holds:
-            raise ConfigError(f"{_BY} refuses Trainer({argument}), because {_why(TRAINER.rows[name])}")
+            TRAINER.check_value(name, None, shown)
     new = TRAINER.unknown(_pl.Trainer.__init__)
     TRAINER.check(_pl.Trainer.__init__, {x: getattr(trainer, x) for x in new if hasattr(trainer, x)})
 
@@ -255,45 +247,26 @@ def _devices(trainer: Any) -> int:
 
 def _check_callback(callback: Any) -> None:
     kind = type(callback)
-    owner = next(
-        x for x in kind.__mro__ if x.__module__.startswith((ROOT, "lightning_fabric", "lightning.fabric"))
-    )
+    owner = next(x for x in kind.__mro__ if x.__module__.startswith(_PACKAGES))
     row = CALLBACKS.get(owner.__name__)
     if row is None:
         raise ConfigError(
             f"{_BY} does not know the callback {owner.__name__}, which a newer release has: leave it out"
         )
-    if isinstance(row, Refusal):
-        raise ConfigError(f"{_BY} refuses the callback {kind.__name__}, because {row.why}")
+    if row.kind == "refused":
+        raise ConfigError(f"{_BY} refuses the callback {kind.__name__}, because {row.words}")
     if owner is _pl.Callback:
-        _check_hooks("Callback", callback, _pl.Callback, CALLBACK_HOOKS)
-
-
-def _check_hooks(subject: str, thing: Any, base: Any, rows: Mapping[str, Row]) -> None:
-    """Raise ConfigError where ``thing`` overrides a hook of ``base`` that is refused or has no row."""
-    for name in hooks_of(base):
-        row = rows.get(name)
-        if isinstance(row, Kept | NoInfluence) or not overrides(thing, base, name):
-            continue
-        kind = type(thing).__name__
-        if row is None:
-            raise ConfigError(
-                f"{_BY} does not know what {kind}.{name} changes, a hook of {subject} in a newer release: "
-                "leave it out"
-            )
-        raise ConfigError(f"{_BY} refuses {kind}.{name}, because {row.why}")
+        CALLBACK.check_methods(owner, kind, hooks_of(owner))
 
 
 def hooks_of(base: Any) -> list[str]:
     """Return the hooks that a subclass of Lightning's class ``base`` may override."""
-    owners = [
-        x for x in base.__mro__ if x.__module__.startswith((ROOT, "lightning_fabric", "lightning.fabric"))
-    ]
+    owners = [x for x in base.__mro__ if x.__module__.startswith(_PACKAGES)]
     names = {name for owner in owners for name, value in vars(owner).items() if inspect.isfunction(value)}
-    return sorted(name for name in names if not name.startswith("_") and name not in CALLED)
+    return sorted(name for name in names if not name.startswith("_") and name not in _CALLED)
 
 
-CALLED: dict[str, Row] = rows_of("""
+_CALLED = rows_of("""
     all_gather freeze log log_dict lr_schedulers optimizers print save_hyperparameters remove_ignored_hparams
         to_onnx to_tensorrt to_torchscript toggled_optimizer unfreeze load_from_checkpoint apply_to_collection
         cpu cuda double float half to type dtype device | idle | users call these methods, and do not override
@@ -321,27 +294,3 @@ def _check_optimization(trainer: Any) -> None:
             "FabricStrategy gives training_step the batches of the job, and training_step takes "
             "dataloader_iter: give it the arguments batch and batch_idx"
         )
-
-
-def _why(row: Row) -> str:
-    return row.why if isinstance(row, Refusal) else ""
-
-
-def page_table() -> str:
-    """Return the table of docs/adopt/lightning.md."""
-    return refusals(
-        {
-            "Trainer": TRAINER.rows,
-            "callbacks": CALLBACKS,
-            "LightningModule": MODULE_HOOKS,
-            "LightningDataModule": DATA_MODULE_HOOKS,
-            "your own Callback": CALLBACK_HOOKS,
-            "scheduler": SCHEDULER,
-        }
-    )
-
-
-def scheduler_keys() -> list[str]:
-    """Return the keys of a scheduler's configuration in the installed release."""
-    config: Any = importlib.import_module(f"{ROOT}.utilities.types").LRSchedulerConfig
-    return [field.name for field in dataclasses.fields(config)]

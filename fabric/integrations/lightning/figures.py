@@ -13,15 +13,14 @@ from typing import Any
 import torch
 
 from fabric.errors import ConfigError
-from fabric.integrations.hook_source import logged_by
 from fabric.integrations.lightning.release import ROOT
+from fabric.integrations.user_source import logged_by
 
 # The states of the torchmetrics in a LightningModule, which each replica changes by its own
 # micro-batches.
 #
 # The change that a micro-batch makes to a state travels as a metric of the step. After the commit all
 # replicas have the state before the step and what all micro-batches of the job have added.
-
 
 _torchmetrics: Any = importlib.import_module("torchmetrics")
 _sum: Any = importlib.import_module("torchmetrics.utilities").dim_zero_sum
@@ -43,7 +42,6 @@ class TorchmetricsStates:
         self._seen: dict[str, tuple[int, _States]] = {}  # those that have been told to the others
 
     def begin(self) -> None:
-        """Remember the states at a step boundary."""
         self._before = {name: _state_of(metric) for name, metric in self.metrics.items()}
         self._seen = dict(self._before)
 
@@ -80,10 +78,9 @@ class TorchmetricsStates:
         for name, changes in added.items():
             metric, (updates, before) = self.metrics[name], self._before[name]
             new = round(changes.pop((_UPDATES, 0), 0.0))
-            values[name] = _with_state(
-                metric, new, {k: torch.zeros_like(x) for k, x in before.items()}, changes
-            )
-            _with_state(metric, updates + new, before, changes, wanted=False)
+            _put(metric, new, {k: torch.zeros_like(x) for k, x in before.items()}, changes)
+            values[name] = metric.compute()
+            _put(metric, updates + new, before, changes)
         return values
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,10 +89,9 @@ class TorchmetricsStates:
         return {name: {"updates": updates, "states": values} for name, (updates, values) in states.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the job's states."""
         self._trained = set(state)
         for name, saved in state.items():
-            _with_state(self.metrics[name], saved["updates"], saved["states"], {}, wanted=False)
+            _put(self.metrics[name], saved["updates"], saved["states"], {})
         self.begin()
 
 
@@ -115,14 +111,13 @@ def _state_of(metric: Any) -> tuple[int, _States]:
     return metric._update_count, tensors  # noqa: SLF001
 
 
-def _with_state(
+def _put(
     metric: Any,
     updates: int,
     states: Mapping[str, torch.Tensor],
     added: Mapping[tuple[str, int], float],
-    wanted: bool = True,
-) -> Any:
-    """Put ``states`` and what is ``added`` into ``metric``; return its value, where it is ``wanted``."""
+) -> None:
+    """Put ``states`` and what is ``added`` into ``metric``."""
     metric._update_count, metric._computed = updates, None  # noqa: SLF001
     for name, value in states.items():
         own = getattr(metric, name)
@@ -131,11 +126,6 @@ def _with_state(
             if state == name:
                 flat[place] += change
         setattr(metric, name, flat.view(value.shape).to(own.device, own.dtype))
-    if not wanted:
-        return None
-    value = metric.compute()
-    metric._computed = None  # noqa: SLF001
-    return value
 
 
 _result: Any = importlib.import_module(f"{ROOT}.trainer.connectors.logger_connector.result")
@@ -288,7 +278,6 @@ class JobFigures:
         return {"totals": totals, "metrics": self._states.state_dict(), "steering": steering}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the job's figures."""
         self._standing = None
         self.totals = {name: list(sums) for name, sums in state["totals"].items()}
         self._states.load_state_dict(state["metrics"])

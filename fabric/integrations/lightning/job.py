@@ -7,15 +7,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-import fabric.client
-from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
+from fabric.integrations.arguments import settings_among
 from fabric.integrations.lightning.arguments import check_kept_values
 from fabric.integrations.lightning.figures import JobFigures
 from fabric.integrations.lightning.release import ROOT
@@ -26,9 +25,8 @@ from fabric.integrations.lightning.run_files import (
     averaged_models,
     hook_states,
 )
-from fabric.integrations.script_state import ScriptState
-from fabric.integrations.training_data import StepFeed, TrainingData
-from fabric.runtime import config
+from fabric.integrations.script_state import ScriptGradients, ScriptState
+from fabric.integrations.training_data import StepFeed, TrainingData, attach_in
 from fabric.runtime.config import parse_replicas
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ class ManualSteps:
             run(job.scale())
             self._following = job.next_micro_batch()
             if self._following is not None:
-                job.set_aside()
+                job.gradients.set_aside()
                 raise _NextMicroBatch
         return loss.detach()
 
@@ -175,10 +173,9 @@ def set_counters(trainer: Any, step: int, epochs: EpochShape) -> None:
     inner, epoch = loop.epoch_loop, step // epochs.steps
     for each in (loop, inner, inner.val_loop, inner.automatic_optimization, inner.manual_optimization):
         each._restarting = each._loaded_from_state_dict = each._resuming_from_checkpoint = False  # noqa: SLF001
-    for progress in (loop.epoch_progress.total, loop.epoch_progress.current):
-        progress.ready = progress.started = progress.processed = progress.completed = epoch
-    total = inner.batch_progress.total
-    total.ready = total.started = total.processed = total.completed = epochs.batches_before(step)
+    _set(loop.epoch_progress.total, epoch)
+    _set(loop.epoch_progress.current, epoch)
+    _set(inner.batch_progress.total, epochs.batches_before(step))
     automatic = inner.automatic_optimization.optim_progress.optimizer.step
     for updates in (automatic, inner.manual_optimization.optim_step_progress):
         updates.total.ready = updates.total.completed = step
@@ -190,12 +187,15 @@ def set_place(trainer: Any, step: int, epochs: EpochShape) -> None:
     loop = trainer.fit_loop
     inner, within = loop.epoch_loop, step % epochs.steps
     count = within * epochs.accumulation
-    progress = inner.batch_progress.current
-    progress.ready = progress.started = progress.processed = progress.completed = count
+    _set(inner.batch_progress.current, count)
     automatic = inner.automatic_optimization.optim_progress.optimizer.step
     for updates in (automatic, inner.manual_optimization.optim_step_progress):
         updates.current.ready = updates.current.completed = within
     loop._data_fetcher.fetched = count  # noqa: SLF001
+
+
+def _set(progress: Any, count: int) -> None:
+    progress.ready = progress.started = progress.processed = progress.completed = count
 
 
 # Sentences for a loop of one's own, in the words of Lightning.
@@ -221,34 +221,53 @@ _call: Any = importlib.import_module(f"{ROOT}.trainer.call")
 
 
 class LightningJob:
-    """The job as the strategy sees it, and its step under way. ``begin`` joins the job."""
-
-    session: Any
-    _feed: StepFeed
+    """The job as the strategy sees it, its step under way, and the batches that the Trainer's loop reads."""
 
     def __init__(
         self, strategy: "FabricStrategy", trainer: Any, loader: Any, arguments: dict[str, Any]
     ) -> None:
-        settings = config.settings(**{k: v for k, v in arguments.items() if k in config.Settings.__slots__})
         source = TrainingData.of(loader)
-        self.epochs = _epochs(trainer, source, parse_replicas(settings.replicas)[1])
+        self.session: Any = None  # until the Trainer asks for the number of batches
+        self.epochs = _epochs(trainer, source, parse_replicas(settings_among(arguments).replicas)[1])
         self._source = source.limited(self.epochs.samples)
         self._until = _until(trainer, self.epochs.steps)
+        self._feed: StepFeed
         self.more: tuple[Any, ...] = ()  # further arguments of training_step
         self.has_batch = False  # the loop holds a micro-batch of the job
         is_manual = not trainer.lightning_module.automatic_optimization
         self.manual = ManualSteps(trainer, self) if is_manual else None
         self._strategy, self._trainer, self._arguments = strategy, trainer, arguments
-        self._gradients: list[torch.Tensor | None] | None = None  # the average, until the update
+        self.gradients = ScriptGradients(trainer.lightning_module)  # the average waits for the update
         self.figures = JobFigures(trainer)
         self.files = RunFiles(trainer)
         self._log = LogWriter(trainer)
+        self._newest: Any = None  # the batch that the loop got last
         self._place_is_set = False
 
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether ``configure_optimizers`` has returned."""
-        return bool(self._strategy.optimizers)
+    # --- what the Trainer reads -------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of batches. The first call joins the job: the Trainer has read all data then."""
+        # ``configure_optimizers`` may ask for the number of steps, before the optimizer exists.
+        if self.session is None and self._strategy.optimizers:
+            self.begin()
+        return self.epochs.whole
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the micro-batches from the job's step to the end of the epoch."""
+        step = self._feed.step
+        first = 0 if step is None else (step.number + (not self._fresh)) % self.epochs.steps
+        for _ in range(first, self.epochs.steps):
+            for _ in range(self.begin_step()):
+                self._newest = self.micro_batch(self._newest)
+                yield self._newest
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the job's step is the position."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load nothing."""
 
     def begin(self) -> None:
         """Join the job, and let the Trainer begin at the job's step."""
@@ -256,44 +275,29 @@ class LightningJob:
         state = {f"scheduler.{n}": x.scheduler for n, x in enumerate(strategy.lr_scheduler_configs)}
         state |= {"callbacks": CallbackStates(trainer, self.files), "figures": self.figures}
         state |= {**averaged_models(trainer), **hook_states(trainer), **arguments.pop("state", {})}
-        arguments.setdefault("buffers", default_buffers(trainer.lightning_module))
         _release_sigterm(trainer)
         self.figures.check_sources()
         check_kept_values(trainer)
-        session = fabric.client.attach(
-            trainer.lightning_module,
-            strategy.optimizers[0],
-            state=state,
-            **{"step": trainer.global_step, **arguments},
-        )
-        assert isinstance(session, fabric.client.Session)
-        self.session = session
-        session.say_in(_WORDS)
-        data = self._source.loader(
-            session,
+        arguments = {"step": trainer.global_step, **arguments}
+        self.session = attach_in(_WORDS, trainer.lightning_module, strategy.optimizers[0], state, arguments)
+        self._feed = self._source.feed(
+            self.session,
+            self._until,
             global_batch_size=self.epochs.step_samples,
-            micro_batch_size=self.epochs.batch_size,
             seed=int(arguments.get("seed", 0)),
             epoch_end="short",
         )
-        self._data = data
-        self._feed = StepFeed(session, data, self._until)
         self._feed.advance()
-        self._fresh = True  # the loop has not begun the step of ``_feed``
+        self._fresh = True  # the loop has not begun the feed's step
         if self._feed.step is not None:
             set_counters(trainer, self._feed.step.number, self.epochs)
         averages = averaged_models(trainer)  # no hook changes them, and a copy of them is large
         kept = {name: x for name, x in state.items() if name not in averages}
         self._script_state = ScriptState(kept, [strategy.optimizers[0]])
-        if session.loads:
+        if self.session.loads:
             self._script_state.keep()
 
     # --- batches ----------------------------------------------------------------------------------------
-
-    def place(self) -> int:
-        """Return the number of the job's next step within its epoch."""
-        step = self._feed.step
-        return 0 if step is None else (step.number + (not self._fresh)) % self.epochs.steps
 
     def begin_step(self) -> int:
         """Go on to the job's next step, which must be the loop's; return the number of its batches."""
@@ -302,15 +306,17 @@ class LightningJob:
         self._fresh, self._ended = False, False
         step, expected = self._feed.step, self._trainer.global_step
         if step is None or step.number != expected:
-            self._leave(expected)
+            at = "its end" if step is None else step.number
+            sys.stderr.write(
+                f"fabric: the job is at step {at} and the Trainer at step {expected}: this process starts "
+                "again\n"
+            )
+            raise SystemExit(RESTART)
         if not self._place_is_set:
             self._place_is_set = True
             set_place(self._trainer, step.number, self.epochs)
             self._script_state.put_back()
-        for parameter in self._parameters:
-            parameter.grad = (
-                None  # Lightning zeroes it with the first backward pass, which may be missing here
-            )
+        self.gradients.drop()  # Lightning's zeroes come with the first backward pass, which may be missing
         self._log.turn(self.session.is_writer)
         self.figures.begin_step()
         return self.epochs.batches_of(step.number)
@@ -322,10 +328,10 @@ class LightningJob:
         self.figures.idle = not self.has_batch
         if batch is not None:
             return batch
-        self.set_aside()
+        self.gradients.set_aside()
         assert self._feed.step is not None
         # The Trainer skips a step whose batch is None.
-        return last if last is not None else self._data.fetch(self._feed.step.number, 0)
+        return last if last is not None else self._feed.data.fetch(self._feed.step.number, 0)
 
     def next_micro_batch(self) -> Any:
         """Return the step's next micro-batch; None where none is left, and ``.grad`` is the average then."""
@@ -372,78 +378,22 @@ class LightningJob:
 
     def compute_rest(self, optimizer: Any) -> None:
         """Compute the micro-batches that are left; ``.grad`` is the average of the job then."""
-        while self.has_batch:
-            batch = self.next_micro_batch()
-            if batch is None:
-                break
+        trainer = self._trainer
+        while self.has_batch and (batch := self.next_micro_batch()) is not None:
             with torch.enable_grad():
-                self._compute(self.prepared(batch), optimizer)
+                moved = self.prepared(batch)
+                output = _call._call_strategy_hook(trainer, "training_step", moved, *self.more)  # noqa: SLF001
+                loss = output["loss"] if isinstance(output, dict) else output
+                if loss is not None:
+                    loss = loss / self.epochs.accumulation
+                    _call._call_strategy_hook(trainer, "backward", loss, optimizer)  # noqa: SLF001
         self.bring_back()
 
-    def _compute(self, batch: Any, optimizer: Any) -> None:
-        trainer = self._trainer
-        output = _call._call_strategy_hook(trainer, "training_step", batch, *self.more)  # noqa: SLF001
-        loss = output["loss"] if isinstance(output, dict) else output
-        if loss is not None:
-            loss = loss / self.epochs.accumulation
-            _call._call_strategy_hook(trainer, "backward", loss, optimizer)  # noqa: SLF001
-
-    @property
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [p for p in self._trainer.lightning_module.parameters() if p.requires_grad]
-
-    def set_aside(self) -> None:
-        """Keep the gradients from the loop, which zeroes them before each backward pass."""
-        if self._gradients is None:
-            self._gradients = [p.grad for p in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
-
     def bring_back(self) -> None:
-        """Put the gradients that ``set_aside`` has kept into ``.grad``."""
-        if self._gradients is not None:
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                parameter.grad = gradient
-            self._gradients = None
-            if (step := self._feed.step) is not None and step.done:
-                self._feed.session.handover.resume(step.number)  # the Trainer has computed a forward since
-
-    def _leave(self, expected: int) -> NoReturn:
-        at = self._feed.step.number if self._feed.step is not None else "its end"
-        sys.stderr.write(
-            f"fabric: the job is at step {at} and the Trainer at step {expected}: this process starts again\n"
-        )
-        raise SystemExit(RESTART)
-
-
-class JobBatches:
-    """The job's micro-batches, for the Trainer: from the job's step to the end of the epoch."""
-
-    def __init__(self, job: LightningJob) -> None:
-        self._job = job
-        self._has_begun = False
-        self._newest: Any = None
-
-    def __len__(self) -> int:
-        """Return the number of batches. The first call joins the job: the Trainer has read all data then."""
-        # ``configure_optimizers`` may ask for the number of steps, before the optimizer exists.
-        if not self._has_begun and self._job.has_optimizer:
-            self._has_begun = True
-            self._job.begin()
-        return self._job.epochs.whole
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(self._job.place(), self._job.epochs.steps):
-            for _ in range(self._job.begin_step()):
-                self._newest = self._job.micro_batch(self._newest)
-                yield self._newest
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the job's step is the position."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load nothing."""
+        """Put the average, which was kept from the loop's zeroes, into ``.grad``."""
+        step = self._feed.step
+        if self.gradients.bring_back() and step is not None and step.done:
+            self._feed.session.handover.resume(step.number)  # the Trainer has computed a forward since
 
 
 def _release_sigterm(trainer: Any) -> None:

@@ -8,6 +8,7 @@ import csv
 import importlib
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ _callbacks: Any = importlib.import_module(f"{ROOT}.callbacks")
 _loggers: Any = importlib.import_module(f"{ROOT}.loggers")
 _ranks: Any = importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only
 _log_hyperparams: Any = importlib.import_module(f"{ROOT}.loggers.utilities")._log_hyperparams  # noqa: SLF001
-_Paths = dict[str, Any]
 
 
 def overrides(thing: Any, base: Any, name: str) -> bool:
@@ -41,11 +41,13 @@ class CallbackStates:
         self._callbacks = {f"{n} {type(x).__name__}": x for n, x in enumerate(shared)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states by name."""
-        states = {
-            name: _relative(x) if isinstance(x, _callbacks.ModelCheckpoint) else x.state_dict()
-            for name, x in self._callbacks.items()
-        }
+        states = {}
+        for name, callback in self._callbacks.items():
+            states[name] = callback.state_dict()
+            if isinstance(callback, _callbacks.ModelCheckpoint):
+                start = callback.dirpath or ""
+                states[name] = _with_paths(states[name], partial(os.path.relpath, start=start))
+                del states[name]["dirpath"]
         return {"files": self._files.state_dict(), "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -54,7 +56,8 @@ class CallbackStates:
         for name, saved in state["states"].items():
             callback = self._callbacks[name]
             if isinstance(callback, _callbacks.ModelCheckpoint):
-                callback.load_state_dict(_absolute(callback, saved))
+                own = _with_paths(saved, lambda x, y=callback: os.path.normpath(Path(y.dirpath or "", x)))
+                callback.load_state_dict({**own, "dirpath": callback.dirpath})
                 callback.current_score = saved["current_score"]  # which Lightning leaves out
             else:
                 callback.load_state_dict(saved)
@@ -110,26 +113,11 @@ def hook_states(trainer: Any) -> dict[str, Any]:
     return states
 
 
-# --- the paths of a ModelCheckpoint, which may lie in another folder on each host ---------------------------
-
-
-def _relative(callback: Any) -> dict[str, Any]:
-    """Return the callback's state with its paths relative to its folder."""
-    folder = str(callback.dirpath or "")
-    state = _with_paths(callback.state_dict(), lambda path: os.path.relpath(path, folder) if path else "")
-    return {name: value for name, value in state.items() if name != "dirpath"}
-
-
-def _absolute(callback: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    folder = str(callback.dirpath or "")
-    own = _with_paths(state, lambda path: os.path.normpath(Path(folder, path)) if path else "")
-    return {**own, "dirpath": callback.dirpath}
-
-
-def _with_paths(state: Mapping[str, Any], change: Any) -> _Paths:
-    best = {change(path): score for path, score in state["best_k_models"].items()}
+def _with_paths(state: Mapping[str, Any], change: Any) -> dict[str, Any]:
+    """Return a ModelCheckpoint's state with other paths: its folder may be another one on each host."""
+    best = {path and change(path): score for path, score in state["best_k_models"].items()}
     names = ("best_model_path", "kth_best_model_path", "last_model_path")
-    return {**state, "best_k_models": best, **{name: change(state[name]) for name in names}}
+    return {**state, "best_k_models": best, **{x: state[x] and change(state[x]) for x in names}}
 
 
 class RunFiles:
@@ -141,7 +129,12 @@ class RunFiles:
         kept = [x for x in trainer.callbacks if isinstance(x, _callbacks.ModelCheckpoint)]
         timed = {x.dirpath for x in kept if saves_by_time(x)}
         self._checkpoints = [x for x in kept if x.dirpath and x.dirpath not in timed]
-        self._saved = {name for n, x in enumerate(self._checkpoints) for name in _files(n, x)}
+        self._saved = {
+            f"{n} {path.relative_to(x.dirpath)}"
+            for n, x in enumerate(self._checkpoints)
+            for path in Path(x.dirpath).rglob("*")
+            if path.is_file()
+        }
         for callback in self._checkpoints:
             callback.file_exists = self._exists
 
@@ -152,7 +145,6 @@ class RunFiles:
         self._saved |= self._names(path)
 
     def note_removed(self, path: Any) -> None:
-        """Note that the job removes the checkpoint at ``path``."""
         self._saved -= self._names(path)
 
     def _exists(self, path: Any, _trainer: Any = None) -> bool:
@@ -170,24 +162,16 @@ class RunFiles:
         return {"versions": [x.version for x in self._numbered], "saved": sorted(self._saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the job's folders."""
         for logger, version in zip(self._numbered, state["versions"], strict=True):
             if logger.version != version:
                 before = logger.log_dir
                 logger._version, logger._experiment = version, None  # noqa: SLF001
-                self._move(before, logger.log_dir)
+                for callback in self._checkpoints:
+                    if str(callback.dirpath).startswith(before + os.sep):  # it lies in the logger's folder
+                        callback.dirpath = str(
+                            Path(logger.log_dir, os.path.relpath(callback.dirpath, before))
+                        )
         self._saved = set(state["saved"])
-
-    def _move(self, before: str, after: str) -> None:
-        """Let checkpoints that lie in a logger's folder follow it."""
-        for callback in self._checkpoints:
-            if str(callback.dirpath).startswith(before + os.sep):
-                callback.dirpath = str(Path(after, os.path.relpath(callback.dirpath, before)))
-
-
-def _files(number: int, callback: Any) -> set[str]:
-    folder = Path(callback.dirpath)
-    return {f"{number} {path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
 
 
 def write_nothing() -> None:
@@ -200,9 +184,8 @@ class LogWriter:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._missed: list[
-            tuple[Any, Any, int | None]
-        ] = []  # calls since the newest commit, where another writes
+        # Calls since the newest commit, where another replica writes.
+        self._missed: list[tuple[Any, Any, int | None]] = []
         for logger in trainer.loggers:
             logger.log_metrics = self._watched(logger, logger.log_metrics)
 

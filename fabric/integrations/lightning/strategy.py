@@ -20,7 +20,7 @@ from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import check_version
 from fabric.integrations.lightning.arguments import check_trainer
-from fabric.integrations.lightning.job import JobBatches, LightningJob, check_closure
+from fabric.integrations.lightning.job import LightningJob, check_closure
 from fabric.integrations.lightning.release import LEAST, ROOT, TESTED
 from fabric.integrations.lightning.run_files import write_nothing
 from fabric.runtime import config
@@ -91,7 +91,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
                 "one: read all data sets through one Dataset"
             )
         self._job = LightningJob(self, trainer, dataloader, self._arguments)
-        return JobBatches(self._job)
+        return self._job
 
     def on_train_end(self) -> None:
         """Wait for the end of the other replicas' loops: the state here is the job's final state then."""
@@ -162,7 +162,6 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         return self.session is None or bool(self.session.is_writer)
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, *arguments: Any, **named: Any) -> None:
-        """Save on the replica that writes files."""
         if self._job is not None:
             self._job.files.note_saved(filepath)
         if self.is_global_zero:
@@ -170,7 +169,6 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
                 super().save_checkpoint(checkpoint, filepath, *arguments, **named)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove on the replica that writes files."""
         if self._job is not None:
             self._job.files.note_removed(filepath)
         if self.is_global_zero:
@@ -184,7 +182,6 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         super().on_validation_start()
 
     def on_validation_end(self) -> None:
-        """The validation is over."""
         super().on_validation_end()
         self._busy.close()
 

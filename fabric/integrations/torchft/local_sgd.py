@@ -38,7 +38,17 @@ class DiLoCo:
     ) -> None:
         with ends_with_a_sentence():
             _refuse(inner_optimizer, named)
-            self._outer = _only(outer_optimizer)
+            optimizers = (
+                [outer_optimizer]
+                if isinstance(outer_optimizer, torch.optim.Optimizer)
+                else [*outer_optimizer]
+            )
+            if len(optimizers) != 1:
+                raise ConfigError(
+                    f"DiLoCo got {len(optimizers)} outer optimizers: give one, made of the parameters of all "
+                    "fragments"
+                )
+            self._outer = optimizers[0]
             self._schedule = OuterSchedule(
                 sync_every, max(len(model_fragments), 1), fragment_sync_delay, fragment_update_alpha
             )
@@ -75,16 +85,6 @@ class LocalSGD(DiLoCo):
     ) -> None:
         average = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         super().__init__(manager, [model], optimizer, average, sync_every)
-
-
-def _only(outer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    optimizers = [outer] if isinstance(outer, torch.optim.Optimizer) else list(outer)
-    if len(optimizers) != 1:
-        raise ConfigError(
-            f"DiLoCo got {len(optimizers)} outer optimizers: give one, made of the parameters of all "
-            "fragments"
-        )
-    return optimizers[0]
 
 
 def _refuse(inner: torch.optim.Optimizer, named: Mapping[str, Any]) -> None:

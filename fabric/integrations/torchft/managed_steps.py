@@ -30,8 +30,6 @@ from fabric.integrations.torchft.checkpointing import check_transport
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.living_objects import living
 
-# The parts that a script gives a Manager: its model, its optimizers, and functions for the rest.
-
 
 class RegisteredState:
     """The shared state of a script besides model and optimizers, with ``state_dict`` and ``load_state_dict``.
@@ -44,7 +42,7 @@ class RegisteredState:
         self.batches_committed = 0
         self.is_loading = False  # the script's own functions are loading a state
         self._model: torch.nn.Module | None = None
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._functions: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
 
     def set_model(self, model: torch.nn.Module) -> None:
@@ -56,10 +54,6 @@ class RegisteredState:
             )
         self._model = model
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take an optimizer."""
-        self._optimizers.append(optimizer)
-
     def add(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
         """Take the two functions of a part of the state."""
         self._functions[key] = load, save
@@ -70,13 +64,13 @@ class RegisteredState:
             raise ConfigError(
                 "the Manager has no model: wrap it in fabric.integrations.torchft.DistributedDataParallel"
             )
-        if not self._optimizers:  # a script that calls should_commit itself wraps none
-            self._optimizers = _optimizers_of(self._model)
-        if not self._optimizers:
+        if not self.optimizers:  # a script that calls should_commit itself wraps none
+            self.optimizers = _optimizers_of(self._model)
+        if not self.optimizers:
             raise ConfigError(
                 "the Manager has no optimizer: wrap it in fabric.integrations.torchft.OptimizerWrapper"
             )
-        return self._model, self._optimizers
+        return self._model, self.optimizers
 
     def is_gradient(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is the ``.grad`` of a parameter of the model."""
@@ -107,14 +101,10 @@ class RegisteredState:
             raise ConfigError(
                 f"the script's state_dict function returned a {type(saved).__name__}: return a dict"
             )
-        memory = {x.data_ptr() for x in tensors_in([*self._states()]) if x.numel()}
+        states = [] if self._model is None else [self._model.state_dict()]
+        states += [x.state_dict() for x in self.optimizers]
+        memory = {x.data_ptr() for x in tensors_in(states) if x.numel()}
         return {key: value for key, value in saved.items() if not self._is_carried(value, memory)}
-
-    def _states(self) -> Iterator[Mapping[str, Any]]:
-        if self._model is not None:
-            yield self._model.state_dict()
-        for optimizer in self._optimizers:
-            yield optimizer.state_dict()
 
     def _is_carried(self, value: Any, memory: set[int]) -> bool:
         """Whether ``value`` is the state of the model or of an optimizer."""
@@ -122,7 +112,7 @@ class RegisteredState:
             return False
         if all(isinstance(x, torch.Tensor) for x in value.values()):
             return all(x.data_ptr() in memory for x in value.values() if x.numel())
-        groups = [x.state_dict()["param_groups"] for x in self._optimizers]
+        groups = [x.state_dict()["param_groups"] for x in self.optimizers]
         return set(value) == {"state", "param_groups"} and value["param_groups"] in groups
 
 
@@ -168,13 +158,7 @@ class AveragedWork:
         self._manager.settle_gradients()
         return True
 
-    def synchronize(self) -> None:
-        """As ``wait``."""
-        self.wait()
-
-    def block_current_stream(self, timeout: timedelta | None = None) -> None:
-        """As ``wait``."""
-        self.wait()
+    synchronize = block_current_stream = wait
 
     def get_future(self) -> Future[Any]:
         """Return a future that has the averaged tensor already, after a ``wait``."""
@@ -207,7 +191,7 @@ class Manager:
             check_transport(arguments.checkpoint_transport)
             self.settings = arguments.settings(pg, min_replica_size)
         self._waits_at_once = not arguments.use_async_quorum
-        self._registered = RegisteredState()
+        self.registered = RegisteredState()
         self._session: fabric.client.Session | fabric.client.SoloSession | None = None
         self._first_step = 0  # the step of a checkpoint that the script has loaded
         self._announced = False  # start_quorum was called, and the step is not over
@@ -223,21 +207,13 @@ class Manager:
 
     # --- what the script registers ------------------------------------------------------------------------
 
-    def register_model(self, model: torch.nn.Module) -> None:
-        """Take the model of DistributedDataParallel. Raises ConfigError for a second one."""
-        self._registered.set_model(model)
-
-    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take an optimizer of OptimizerWrapper."""
-        self._registered.add_optimizer(optimizer)
-
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
         """Add a part of the shared state under ``key``, before the first step."""
         if self._session is not None:
             raise ConfigError("register_state_dict_fn was called after the first step: call it before")
-        self._registered.add(key, load_state_dict, state_dict)
+        self.registered.add(key, load_state_dict, state_dict)
 
     def set_state_dict_fns(
         self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
@@ -285,11 +261,10 @@ class Manager:
         """
         if self._session is not None:
             raise ConfigError("LocalSGD or DiLoCo was entered after the first step: enter one, once")
-        self._registered.set_model(model)
-        for optimizer in optimizers:
-            self._registered.add_optimizer(optimizer)
+        self.registered.set_model(model)
+        self.registered.optimizers += optimizers
         with self._at_work():
-            loop = begin({"torchft": self._registered}, {"step": self._first_step, **self.settings})
+            loop = begin({"torchft": self.registered}, {"step": self._first_step, **self.settings})
         atexit.register(self._on_exit)
         self._session, self._loop = loop.session, loop
         return loop
@@ -334,7 +309,7 @@ class Manager:
                 self._step = self._exchange(session, weight)
             self._order = None
         self._update_due = True
-        self._registered.batches_committed += self._contributors()
+        self.registered.batches_committed += self._contributors()
 
     def settle_gradients(self) -> None:
         """Average the gradients of the step, if that is still to do."""
@@ -377,7 +352,7 @@ class Manager:
             )
         if reduce_op != ReduceOp.AVG:
             raise ConfigError(f"allreduce got {reduce_op}, and fabric averages gradients: use ReduceOp.AVG")
-        if not self._registered.is_gradient(tensor):
+        if not self.registered.is_gradient(tensor):
             raise ConfigError(
                 f"allreduce got a tensor of shape {tuple(tensor.shape)} that is the .grad of none of the "
                 "model's parameters: fabric averages the gradients of the model of DistributedDataParallel"
@@ -421,11 +396,13 @@ class Manager:
         """Return the sum of the contributors of all committed steps. Raises ConfigError with DiLoCo."""
         if self._loop is not None:
             raise ConfigError("batches_committed is not counted with LocalSGD and DiLoCo: use current_step")
-        return self._registered.batches_committed - (self._contributors() if self._update_due else 0)
+        return self.registered.batches_committed - (self._contributors() if self._update_due else 0)
 
     def num_participants(self) -> int:
         """Return how many replicas contributed to the step; before backward, the members of the epoch."""
-        return self._contributors() if self._is_averaged("num_participants") else self._members()
+        if self._is_averaged("num_participants"):
+            return self._contributors()
+        return max(len(self._attached().members), 1)
 
     def participating_rank(self) -> int | None:
         """Return this replica's place among the members; None while it catches up."""
@@ -454,12 +431,12 @@ class Manager:
         Within the script's own ``load_state_dict`` it does nothing: fabric has set the step. Raises
         ConfigError after the first step.
         """
-        if self._registered.is_loading:
+        if self.registered.is_loading:
             return
         if self._session is not None:
             raise ConfigError("the Manager's load_state_dict was called after the first step: call it before")
         self._first_step = int(state_dict["step"])
-        self._registered.batches_committed = int(state_dict.get("batches_committed", 0))
+        self.registered.batches_committed = int(state_dict.get("batches_committed", 0))
 
     # --- beginning and end --------------------------------------------------------------------------------
 
@@ -476,11 +453,11 @@ class Manager:
     def _attached(self) -> fabric.client.Session | fabric.client.SoloSession:
         """Return the session; the first call joins the job."""
         if self._session is None:
-            model, optimizers = self._registered.training_objects()
+            model, optimizers = self.registered.training_objects()
             session = fabric.client.attach(
                 model,
                 optimizers[0] if len(optimizers) == 1 else optimizers,
-                state={"torchft": self._registered},
+                state={"torchft": self.registered},
                 buffers=default_buffers(model),
                 unshared="ignore",  # the script's state_dict has its schedulers, where fabric cannot see them
                 step=self._first_step,
@@ -495,9 +472,6 @@ class Manager:
 
     def _contributors(self) -> int:
         return int(self._step.metrics.get(_PARTICIPANTS, 0.0))
-
-    def _members(self) -> int:
-        return max(len(self._attached().members), 1)
 
     def _is_averaged(self, asked: str) -> bool:
         """Whether the newest step has its average; else join the announced step. Raises FabricError."""

@@ -5,7 +5,7 @@ The gradients are averaged over the job when backward ends. ``zero_grad`` begins
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,17 +18,9 @@ from fabric.integrations.torchft.managed_steps import Manager
 
 # Arguments of torch's DistributedDataParallel that change how it sends, and not what the result is.
 _WITHOUT_EFFECT = {
-    "broadcast_buffers",
-    "bucket_cap_mb",
-    "check_reduction",
-    "device_ids",
-    "dim",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "init_sync",
-    "output_device",
-    "skip_all_reduce_unused_params",
-    "static_graph",
+    *("broadcast_buffers", "bucket_cap_mb", "check_reduction", "device_ids", "dim"),
+    *("find_unused_parameters", "gradient_as_bucket_view", "init_sync", "output_device"),
+    *("skip_all_reduce_unused_params", "static_graph"),
 }
 
 
@@ -45,7 +37,7 @@ class DistributedDataParallel(torch.nn.Module):
             raise ConfigError(
                 f"DistributedDataParallel got {unknown[0]}=, which fabric cannot honour: leave it out"
             )
-        manager.register_model(module)
+        manager.registered.set_model(module)
         self.module = module
         self._manager = manager
         self._averages = True
@@ -80,41 +72,26 @@ class DistributedDataParallel(torch.nn.Module):
         self._manager.average_gradients()
 
 
-# torchft's OptimizerWrapper: ``zero_grad`` begins a step of the job, ``step`` ends it.
-
-
 class OptimizerWrapper(torch.optim.Optimizer):
     """``optim`` for the job of ``manager``; everything but the beginning and end of a step is its own."""
 
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
         self.optim, self.manager = optim, manager  # torch's own constructor would make a second optimizer
-        manager.register_optimizer(optim)
+        manager.registered.optimizers.append(optim)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the wrapped optimizer."""
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
-        """The state of the wrapped optimizer."""
-        return self.optim.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the wrapped optimizer."""
-        return self.optim.defaults
+    def __getattr__(self, name: str) -> Any:
+        """Return what the wrapped optimizer has, such as ``param_groups``, ``state`` and ``defaults``."""
+        if name == "optim":
+            raise AttributeError(name)  # of a copy that is being made
+        return getattr(self.optim, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer's, before the first step."""
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the wrapped optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -131,9 +108,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
             )
         if self.manager.should_commit():
             self.optim.step()
-
-
-# torchft's DistributedSampler: the part of the data of one process of one replica.
 
 
 class DistributedSampler(TorchSampler[Any]):

@@ -1,17 +1,26 @@
-"""Reads the source of a user's hooks before the first step, for what a joining replica could not do alike.
+"""Reads a user's source before the first step, for what a joining replica could not do as the others do.
 
 *Kept values*: a callback that counts ``self.n += 1``, and a ``compute_loss`` that weighs a term by
 ``callback.n``, are right while a replica runs from the start. A replica that joins begins with another count,
 and trains with another loss without an error. An attribute is named only where a hook of each step makes it
 from its own old value, its object does not save it, and a loss is made from it. *Logged figures*: the hook
 that logs a figure, because some figures are one replica's own. Only methods in the user's files are read.
+
+*Measured values*: with ``--adopt`` and accelerate a replica that joins goes over the loop's past steps
+without computing. Its counts of steps are right, and what it measures on the way is not. ``if v > best: bad
++= 1`` and ``if bad >= 3: break`` would therefore end its loop at another step than the others'. A loss that
+is weighed by its own past would be another one, and so would the best weights that the loop keeps. The search
+goes through the loops of the user's functions on the stack. Tests for ``isnan`` and ``isfinite`` are left
+alone.
 """
 
 import ast
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,20 +28,34 @@ import torch
 
 from fabric.client.loop.loop_flow import (
     GROWS,
+    LOOPS,
+    MEASURES_GRADIENTS,
     assignments,
     called,
+    carry,
     dotted,
+    ends_by,
     gradient_sources,
+    kept_weights,
     made_from,
+    moves_training,
     names_read,
     sets_rate,
+    stores,
 )
+from fabric.client.loop.loop_source import changed_names
 from fabric.client.loop.user_functions import (
     UserFunction,
+    callee,
+    function_of,
     functions_in,
+    kept_by_loop,
+    loops_around,
+    methods_of,
     search,
     spread,
     steers_forward,
+    tree_of,
     value_of,
 )
 
@@ -93,7 +116,10 @@ def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
 def _saved(things: Sequence[Any], methods: list[UserFunction], hooks: Hooks) -> set[str]:
     """Return the symbols of buffers, and those that methods of ``hooks.saves`` name, a framework's too."""
     saving = [x for x in methods if x.name in hooks.saves]
-    saved = {f"{id(x.thing)}.{name}" for x in saving for name in _mentioned(x.node)}
+    parts = [(x, part) for x in saving for part in ast.walk(x.node)]
+    saved = {f"{id(x.thing)}.{part.attr}" for x, part in parts if isinstance(part, ast.Attribute)}
+    words = [(x, part.value) for x, part in parts if isinstance(part, ast.Constant)]
+    saved |= {f"{id(x.thing)}.{word}" for x, word in words if isinstance(word, str)}
     saved |= {symbol for x in saving for symbol in x.symbols.values()}
     for thing in things:
         inherited = (getattr(type(thing), name, None) for name in hooks.saves)
@@ -111,7 +137,8 @@ def _steers(method: UserFunction, made: set[str], stops: Collection[str]) -> boo
                 return True
         elif isinstance(x, ast.If | ast.While) and names_read(x.test) & made:
             inside = [y for part in (*x.body, *x.orelse) for y in ast.walk(part)]
-            if any(sets_rate(y) or (isinstance(y, ast.Attribute) and _is_set(y, stops)) for y in inside):
+            sets = [y for y in inside if isinstance(y, ast.Attribute) and isinstance(y.ctx, ast.Store)]
+            if any(map(sets_rate, inside)) or any(y.attr in stops for y in sets):
                 return True
         elif isinstance(x, ast.Assign | ast.AugAssign) and sets_rate(x) and names_read(x.value) & made:
             return True
@@ -175,12 +202,6 @@ def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
                     yield name.value, method.name, value
 
 
-def _mentioned(node: ast.AST) -> set[str]:
-    """Return the attributes and words that a method names."""
-    words = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant) and isinstance(x.value, str)}
-    return words | {x.attr for x in ast.walk(node) if isinstance(x, ast.Attribute)}
-
-
 def _reached(methods: list[UserFunction], hooks: Collection[str]) -> list[UserFunction]:
     """Return the hooks among the methods, and the methods that they call by name."""
     names, new = set(), set(hooks)
@@ -214,8 +235,12 @@ def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
     for method in methods:
         branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
         conditional = {id(y) for x in branches for y in ast.walk(x)}
-        for name, line in [*_generators(method), *_grown(method)]:
+        for name, line in _generators(method):
             kept.setdefault(method.symbols[name], (method, line))
+        for x in ast.walk(method.node):  # a list of an object that grows
+            if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in GROWS:
+                for symbol in method.shared([dotted(x.func.value)]):
+                    kept.setdefault(symbol, (method, x.lineno))
         for statement, stored, value in assignments(method.node):
             old = method.shared(names_read(value) | _tables(statement, method))
             for symbol in _of_objects(method, stored):
@@ -250,17 +275,6 @@ def _tables(statement: ast.AST, method: UserFunction) -> set[str]:
     return {x for x in names if isinstance(value_of(method.values, x), torch.Tensor | np.ndarray)}
 
 
-def _grown(method: UserFunction) -> Iterator[tuple[str, int]]:
-    """Yield the names of lists of objects to which a method appends, and the line."""
-    for x in ast.walk(method.node):
-        if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in GROWS:
-            yield from [(dotted(x.func.value), x.lineno)] if method.shared([dotted(x.func.value)]) else []
-
-
-def _is_set(node: ast.Attribute, names: Collection[str]) -> bool:
-    return node.attr in names and isinstance(node.ctx, ast.Store)
-
-
 def _results(method: UserFunction) -> Iterator[ast.expr]:
     """Yield the values that the method returns: of a dict, that of the key "loss"."""
     for x in ast.walk(method.node):
@@ -282,3 +296,172 @@ def _makes_loss(method: UserFunction, made: set[str], losses: Collection[str]) -
         if isinstance(x, ast.Call) and getattr(x.func, "attr", "") in _BACKWARDS:
             values += x.args
     return any(names_read(x) & made for x in values) or (method.name in losses and _gives(method, made))
+
+
+# Values that a script measures and then trains or stops by, in the loops that are under way.
+
+_CONTAINERS = (list, dict, set, deque)
+_CLOCKS = {"time.time", "time.monotonic", "time.perf_counter", "monotonic", "perf_counter"}
+_CLOCKS |= {"datetime.now", "datetime.datetime.now"}
+# Methods of a model that measure nothing.
+_NO_MEASURE = {
+    *("train", "eval", "to", "cuda", "cpu", "half", "float", "bfloat16", "requires_grad_", "zero_grad"),
+    *("parameters", "named_parameters", "modules", "named_modules", "buffers", "children", "apply"),
+    *("state_dict", "load_state_dict", "register_forward_hook"),
+}
+
+
+@search("")
+def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> str:
+    """Return the first half of a sentence about a measured value that ends or steers a loop, or "".
+
+    ``shared``: objects of the shared state, which may keep what they like.
+    """
+    held = {id(x) for x in shared}
+    for inner, loops in loops_around(frame):
+        values, place = {**inner.f_globals, **inner.f_locals}, Path(inner.f_code.co_filename).name
+        measured = _Measured(loops[0], values)
+        kept = kept_by_loop(loops[0], values, held, measured.is_fed)
+        if kept:
+            return f"the training depends on {kept}"
+        text = _in_loops(tree_of(inner), loops, measured, place)
+        if text:
+            return text
+    return ""
+
+
+def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", place: str) -> str:
+    sources = measured.names
+    for name in sorted(sources):
+        end = ends_by(loops, {name})
+        if end:
+            return f"the loop ends at {place}:{end} by {name}, which is measured"
+    end = ends_by(loops, set(), measured.measures)
+    if end:
+        return f"the loop ends at {place}:{end} by what it measures"
+    carried: dict[str, int] = {}
+    carry(loops[:1], set(), carried)
+    carried |= changed_names(loops[0])
+    for name, at in carried.items():
+        if name in sources and moves_training(loops[0], made_from(loops[0], {name})):
+            return f"the training depends on {name}, which {place}:{at} carries from what is measured"
+    for name in sorted(sources):
+        at = _trains_by_past(loops, name)
+        if at:
+            return f"the training depends on {name}, which {place}:{at} measures for the next pass"
+    for name, at in kept_weights(tree, loops[0], sources) if tree is not None else ():
+        return f"{name} at {place}:{at} keeps the weights that measure best"
+    return ""
+
+
+def _trains_by_past(loops: list[LOOPS], name: str) -> int:
+    """Return the line that measures ``name`` after the loop over the batches that trains by it, or 0."""
+    if len(loops) < 2:
+        return 0
+    inner = loops[1]
+    parts = [x for x in ast.walk(loops[0]) if isinstance(x, ast.Name | ast.Attribute)]
+    first = min((x.lineno for x in parts if isinstance(x.ctx, ast.Store) and dotted(x) == name), default=0)
+    if first <= (inner.end_lineno or 0):
+        return 0
+    for node in ast.walk(inner):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr) and name in names_read(
+            node
+        ):
+            made = made_from(inner, set(stores([node])))
+            if moves_training(node, {name}) or (made and moves_training(inner, made)):
+                return first
+    return 0
+
+
+class _Measured:
+    """``names``: those in ``loop`` that a call of a model, or a call with a model, gives or changes."""
+
+    def __init__(self, loop: ast.stmt, values: dict[str, Any]) -> None:
+        self._values = values
+        self.names: set[str] = set()
+        size = -1
+        while size != len(self.names):
+            size = len(self.names)
+            for node in ast.walk(loop):
+                if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+                    if node.value is not None and self.measures(node.value):
+                        # ``step = train(model, step)`` measures none of the whole numbers that it gets.
+                        given = {x.id for x in ast.walk(node.value) if isinstance(x, ast.Name)}
+                        counts = {name for name in given if type(self._values.get(name)) is int}
+                        self.names |= set(stores([node])) - counts
+                        # So is a table into which it is put under a key that varies.
+                        targets = node.targets if isinstance(node, ast.Assign) else []
+                        tables = [x for x in targets if isinstance(x, ast.Subscript)]
+                        varying = [x.value for x in tables if not isinstance(x.slice, ast.Constant)]
+                        self.names |= {dotted(x) for x in varying} - {""}
+                elif isinstance(node, ast.For) and self.measures(node.iter):
+                    self.names |= set(stores([node.target]))
+                elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                    self.names |= set(self._changed(node.value, loop))
+            self.names = made_from(loop, self.names, conditions=True) if self.names else set()
+        self.names -= {name for name, x in values.items() if isinstance(x, torch.nn.Module)}
+
+    def is_fed(self, call: ast.Call) -> bool:
+        """Whether a call gets what is measured."""
+        return any(map(self.measures, [*call.args, *(x.value for x in call.keywords)]))
+
+    def measures(self, node: ast.AST) -> bool:
+        """Whether an expression reads a measured name, or what a model gives."""
+        if isinstance(node, ast.Attribute) and node.attr == "grad":
+            return True
+        if isinstance(node, ast.Call):
+            if called(node) == "len":
+                return False
+            if called(node) in MEASURES_GRADIENTS or dotted(node.func) in _CLOCKS:
+                return True
+            if isinstance(node.func, ast.Attribute) and called(node) in _NO_MEASURE:
+                # ``(model(x) == y).float()`` is a figure, and ``model.float()`` is none.
+                return not self._is_model(node.func.value) and self.measures(node.func.value)
+            function = function_of(callee(self._values, dotted(node.func)))
+            if function is not None and _returns_figure(function):
+                return True
+            if self._is_model(node.func) or any(self._is_model(x) for x in node.args):
+                return True
+            if isinstance(node.func, ast.Attribute) and self._is_model(node.func.value):
+                return True
+        if isinstance(node, ast.Name):
+            return node.id in self.names
+        return any(self.measures(x) for x in ast.iter_child_nodes(node))
+
+    def _changed(self, call: ast.Call, loop: ast.stmt) -> Iterator[str]:
+        """Yield the name of a list, or of a user's object, that a statement gives what is measured."""
+        root = call.func
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        given = [*call.args, *(x.value for x in call.keywords)]
+        if isinstance(root, ast.Name) and any(map(self.measures, given)):
+            kind: Any = type(self._values.get(root.id))
+            is_users = root.id != "self" and bool(methods_of(kind))
+            if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
+                yield root.id
+
+    def _is_model(self, node: ast.expr) -> bool:
+        return isinstance(value_of(self._values, dotted(node)), torch.nn.Module)
+
+
+def _returns_figure(function: UserFunction) -> bool:
+    """Whether a function without the model among its arguments returns what the model gives."""
+
+    def asks(node: ast.AST) -> bool:
+        calls = [x for x in ast.walk(node) if isinstance(x, ast.Call)]
+        return any(isinstance(value_of(function.values, dotted(x.func)), torch.nn.Module) for x in calls)
+
+    sets = [x for x in ast.walk(function.node) if isinstance(x, ast.Assign | ast.AugAssign) and asks(x.value)]
+    figures = made_from(function.node, set(stores(sets)))
+    results = [x.value for x in ast.walk(function.node) if isinstance(x, ast.Return) and x.value is not None]
+    return any(names_read(x) & figures or asks(x) for x in results)
+
+
+def _is_list(name: str, loop: ast.stmt) -> bool:
+    """Whether the loop sets a name to a new list, dict or set."""
+    return any(
+        isinstance(x, ast.Assign)
+        and isinstance(x.value, ast.List | ast.Dict | ast.Set)
+        and any(isinstance(y, ast.Name) and y.id == name for y in x.targets)
+        for x in ast.walk(loop)
+    )

@@ -283,8 +283,8 @@ RULES = (
     Mutant(
         "a base of another generation clears a verdict",
         BaseChoice.note_loaded,
-        "and generation == record.generation\n",
-        "and generation\n",
+        "generation == record.generation and is_news",
+        "generation and is_news",
         "protocol/test_leader_parts.py::test_only_a_load_of_the_present_base_clears_a_verdict",
     ),
     Mutant(
@@ -404,8 +404,8 @@ RULES = (
     Mutant(
         "the exchange begins with the first rank's last backward",
         Ranks._on_streaming,
-        "len(self._streaming) == self.size",
-        "True",
+        "len(weights) == self.size and ",
+        "",
         "protocol/test_rank_orders.py::test_the_exchange_begins_when_the_last_backward_has_begun_at_every_rank",
     ),
     Mutant(
@@ -517,7 +517,7 @@ RULES = (
     # outvoted states, and layouts
     Mutant(
         "a member does not hear that its state is outvoted",
-        Decisions._tell_outvoted,
+        Decisions.decide_epoch,
         "name not in self.state.epoch.cannot_continue",
         "False",
         "reported 0",

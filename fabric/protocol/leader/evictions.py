@@ -97,22 +97,14 @@ class Evictions:
         if beat.step > self.stragglers.since.get(name, (beat.step, 0.0))[0]:
             self.stragglers.came(name)
         record = self.state.record
-        if (
-            not beat.waiting_for
-            or record is None
-            or beat.epoch != record.epoch
-            or not record.lists(*peer.process)
-        ):
+        if not beat.waiting_for or record is None or beat.epoch != record.epoch:
+            return
+        if not record.lists(*peer.process):
             return
         self.stragglers.report(name, beat.waiting_for)
         for other in beat.waiting_for:
-            late = self.state.liveness.peers.get(other)
-            if (
-                late is None
-                or not self.state.lists(other)
-                or self.state.is_blocking_join(other)
-                or other in self.endings.finished
-            ):
+            late, excused = self.state.liveness.peers.get(other), other in self.endings.finished
+            if late is None or excused or not self.state.lists(other) or self.state.is_blocking_join(other):
                 continue
             waited_s = self.stragglers.waited_s(other, beat.step, self.state.now)
             if waited_s >= self.state.patience_s(late) and self.state.is_spared_by(other):

@@ -48,11 +48,6 @@ def with_failures(
     return tuple(sorted(worst, key=lambda x: x.host))
 
 
-def by_this_clock(hosts: Iterable[HostHistory], unix_s: float) -> tuple[HostHistory, ...]:
-    """Correct times that another leader wrote by a clock ahead of this one."""
-    return tuple(x if x.at <= unix_s else replace(x, at=unix_s) for x in hosts)
-
-
 # The most failures in a record, which keep the record small: the oldest failures are dropped.
 MAX_FAILURES = 256
 MAX_WHY_CHARACTERS = 120
@@ -92,7 +87,7 @@ class FailureEvidence:
         """Take over the evidence of earlier leaders, and correct times from clocks ahead of this one."""
         now = self.state.unix_now
         self.failures = tuple(x if x.at <= now else replace(x, at=now) for x in record.failures)
-        self.hosts = by_this_clock(record.hosts, now)
+        self.hosts = tuple(x if x.at <= now else replace(x, at=now) for x in record.hosts)
 
     def note_failures(self, record: Record) -> None:
         """Note the pending evictions as failures, until the store has lost their write (``take_back``)."""
@@ -177,14 +172,11 @@ class FailureEvidence:
             for about, times in sorted(counts.items()):
                 if times >= limit and (kind == "replica" or self._has_other_host(about)):
                     own = [x for (name, _), x in by_epoch.items() if name == about]
-                    penalties.append(self._penalty(kind, about, own))
+                    own.sort(key=self._age_s)
+                    # It ends when fewer failures than the limit lie within the window.
+                    until = own[limit - 1].at + self.state.config.failures_s
+                    penalties.append(Penalty(kind, about, times, until, own[0].why))
         return penalties
-
-    def _penalty(self, kind: str, about: str, failures: list[HostFailure]) -> Penalty:
-        """Return the penalty. It ends when fewer failures than the limit lie within the window."""
-        newest = sorted(failures, key=self._age_s)
-        until = newest[self.state.config.failures - 1].at + self.state.config.failures_s
-        return Penalty(kind, about, len(failures), until, newest[0].why)
 
     def _has_other_host(self, host: str) -> bool:
         return self.state.record is not None and any(host_of(x) != host for x in self.state.record.roster)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from fabric.model import Member, Policy, ReplicaProcess, SnapshotRef, StepTimes
 from fabric.protocol.leader.server_statuses import MOST_GONE, LastStatus, ServerStatuses
+from fabric.protocol.messages.leader_events import SessionOpened
 from fabric.protocol.messages.network import Heartbeat, OpenSession, TrainerStatus
 
 Named = TypeVar("Named", Member, OpenSession)
@@ -49,6 +50,9 @@ class Peer:
     times: StepTimes | None = None  # times of the last step that the member reported
     closed: float = 0.0
     policy: Policy | None = None  # the numbers of replicas that its process asks for
+
+    def close(self, now: float) -> None:
+        self.connected, self.closed = False, now
 
     @property
     def incarnation(self) -> int:
@@ -96,15 +100,16 @@ class Liveness:
     former: dict[ReplicaProcess, Peer] = field(default_factory=dict)  # replaced, but in the record
     proven_ends: dict[ReplicaProcess, str] = field(default_factory=dict)  # process -> why it has surely ended
 
-    def opened(self, session: OpenSession, now: float, is_named: bool) -> None:
+    def opened(self, event: SessionOpened, now: float, is_named: bool) -> Peer:
         """Take a session. Keep its predecessor's last contact if the record names that process."""
-        former = self.peers.get(session.replica)
+        session, former = event.session, self.peers.get(event.session.replica)
         if former is not None and former.incarnation != session.incarnation and is_named:
             if former.connected:
-                former.connected, former.closed = False, now
+                former.close(now)
             self.former[former.process] = former
-        self.peers[session.replica] = peer = Peer(session, True, now, opened=now)
+        self.peers[session.replica] = peer = Peer(session, True, now, opened=now, policy=event.policy)
         self.proven_ends.pop(peer.process, None)  # a person may have called a host gone that returns
+        return peer
 
     def keep(self, roster: Sequence[Member]) -> None:
         """Forget processes that ended or were replaced, unless this roster names them."""

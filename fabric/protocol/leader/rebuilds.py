@@ -42,27 +42,21 @@ class RingRebuilder:
             self.evictions.stragglers.came(name)
         if not self.state.is_recent(message.fence):
             return
-        self._note_missing(name, message)
-        if name in self.state.epoch.aborted:
+        epoch, now = self.state.epoch, self.state.now
+        earlier = epoch.unreachable.get(name, ())
+        if set(message.unreachable) - set(earlier):
+            epoch.complained_at = epoch.complained_at if epoch.unreachable else now
+            epoch.unreachable[name] = tuple(dict.fromkeys((*earlier, *message.unreachable)))
+        if name in epoch.aborted:
             return
-        if not self.state.epoch.aborted:
-            self.state.epoch.aborted_at = self.state.now
-        self.state.epoch.aborted[name] = message
+        epoch.aborted_at = epoch.aborted_at if epoch.aborted else now
+        epoch.aborted[name] = message
         self.outbox.record_event("aborted", name, message.why, self.state.next_incident_id())
 
     def note_step(self) -> None:
         """Note that a member has committed a further step, so the newest ring works."""
         if self.ring_rebuilds.tries:
             self.ring_rebuilds = RingRebuilds()
-
-    def _note_missing(self, name: str, message: m.Aborted) -> None:
-        """Note the cut links that a member reports, in addition to those that it reported before."""
-        epoch, earlier = self.state.epoch, self.state.epoch.unreachable.get(name, ())
-        if not set(message.unreachable) - set(earlier):
-            return
-        if not epoch.unreachable:
-            epoch.complained_at = self.state.now
-        epoch.unreachable[name] = tuple(dict.fromkeys((*earlier, *message.unreachable)))
 
     def rebuild(self, record: Record) -> bool:
         """Answer every abort with a new epoch.
@@ -76,7 +70,16 @@ class RingRebuilder:
             return False
         if self._leave_out_unreachable(record) or self._leave_out_newcomers(record):
             return True
-        self._blame(record)
+        ring_rebuilds, aborted = self.ring_rebuilds, epoch.aborted
+        ring_rebuilds.tries += 1
+        ring_rebuilds.blame.update(a.about for a in aborted.values() if self.state.lists(a.about))
+        for name, message in aborted.items():
+            link = blamed_link(record.names, message.about, by=name)
+            if link is not None:
+                ring_rebuilds.links[link] += 1
+        if any(a.stalled for a in aborted.values()):
+            waiting = {name: a.waiting_for for name, a in aborted.items()}
+            ring_rebuilds.stuck.update(root_waiters(waiting, record.names))
         worst, why = self.worst(record)
         if worst and self.state.is_spared_by(worst):
             self.evictions.schedule(worst, why)
@@ -103,7 +106,9 @@ class RingRebuilder:
         for a, b in missing:
             cut.setdefault(a, set()).add(b)
             cut.setdefault(b, set()).add(a)
-        if any(x.replica in cut and self._is_quiet(x) for x in record.roster):
+        live = self.state.liveness
+        heard = [max(live.heard_at(x), live.elected) for x in record.roster if x.replica in cut]
+        if any(self.state.now - at > QUIET_S for at in heard):
             self.state.epoch.complained_at = self.state.now
             return True
         lost_bytes = self._lost_bytes()
@@ -126,11 +131,6 @@ class RingRebuilder:
         self.evictions.schedule(member.replica, why)
         self.ring_rebuilds = RingRebuilds()
 
-    def _is_quiet(self, member: Member) -> bool:
-        """Whether neither its session nor its checkpoint server was heard lately."""
-        heard = self.state.liveness.heard_at(member)
-        return self.state.now - max(heard, self.state.liveness.elected) > QUIET_S
-
     def _leave_out_newcomers(self, record: Record) -> bool:
         """Leave out newcomers that a member could not link to and that have entered no round."""
         about = {a.about for a in self.state.epoch.aborted.values()}
@@ -141,18 +141,6 @@ class RingRebuilder:
         for member in out:
             self._leave_out(member, "the others could not link to it, and have not waited for it")
         return True
-
-    def _blame(self, record: Record) -> None:
-        ring_rebuilds, aborted = self.ring_rebuilds, self.state.epoch.aborted
-        ring_rebuilds.tries += 1
-        ring_rebuilds.blame.update(a.about for a in aborted.values() if self.state.lists(a.about))
-        for name, message in aborted.items():
-            link = blamed_link(record.names, message.about, by=name)
-            if link is not None:
-                ring_rebuilds.links[link] += 1
-        if any(a.stalled for a in aborted.values()):
-            waiting = {name: a.waiting_for for name, a in aborted.items()}
-            ring_rebuilds.stuck.update(root_waiters(waiting, record.names))
 
     def worst(self, record: Record) -> tuple[str, str]:
         """The member to leave out, and why; two empty strings if no member is to blame."""

@@ -170,12 +170,10 @@ class RecordWriter:
     @property
     def has_unwritten_overrides(self) -> bool:
         """Whether the record lacks overrides or evidence that this leader knows."""
-        record = self.state.record
-        return record is None or (self.limits.overrides, self.evidence.failures, self.evidence.hosts) != (
-            record.overrides,
-            record.failures,
-            record.hosts,
-        )
+        record, evidence = self.state.record, (self.evidence.failures, self.evidence.hosts)
+        if record is None or self.limits.overrides != record.overrides:
+            return True
+        return evidence != (record.failures, record.hosts)
 
     def write_overrides(self, record: Record) -> bool:
         """Write, within the epoch, changes that concern newcomers only."""

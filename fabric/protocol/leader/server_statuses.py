@@ -73,13 +73,27 @@ class ServerStatuses:
             return current  # the status is old: this server has a newer trainer now
         same_trainer = current is not None and current.incarnation == status.incarnation
         before = current if is_current or (same_trainer and at not in aside) else aside.get(at)
-        after = _last_status(status, before, now)
+        after = LastStatus(
+            incarnation=status.incarnation,
+            trainer=status.trainer,
+            since=before.since if before is not None and before.says(status) else now,
+            seen=now,
+            ckpt=status.ckpt,
+            snapshots=status.snapshots,
+            deaths=status.deaths,
+            taken=tuple(now - age_s for age_s in status.ages_s),
+            durable=status.durable or (before.durable if before is not None else ()),
+            durable_error=status.durable_error,
+            parts=status.parts,
+            stops=stops_after(before, status, now),
+        )
         self.strangers.pop((key, status.rank), None)
         self._note_trouble(status, bool(aside) or not (same_trainer or current is None))
-        if current is not None and not is_current and not _counts(status, current, let_in):
-            self.elsewhere.setdefault(key, {})[at] = after
-            return before
         if current is not None and not is_current:
+            rank_of_new = (status.incarnation in let_in, status.incarnation)
+            if rank_of_new < (current.incarnation in let_in, current.incarnation):
+                self.elsewhere.setdefault(key, {})[at] = after
+                return before
             self.elsewhere.setdefault(key, {})[current.ckpt, status.rank] = current
         if at in aside:
             del aside[at]
@@ -156,15 +170,15 @@ class ServerStatuses:
 
     def keep(self, named: Collection[ReplicaProcess]) -> None:
         """Forget the other servers of processes that are not in ``named``, once they are gone."""
-        for replica, servers in list(self.elsewhere.items()):
-            left = {
+        left = {
+            replica: {
                 at: status
                 for at, status in servers.items()
                 if status.connected or (replica, status.incarnation) in named
             }
-            self.elsewhere[replica] = left
-            if not left:
-                del self.elsewhere[replica]
+            for replica, servers in self.elsewhere.items()
+        }
+        self.elsewhere = {replica: servers for replica, servers in left.items() if servers}
 
     def of_process(self, member: Member, rank: int = 0) -> LastStatus | None:
         """The last status about exactly this process."""
@@ -203,12 +217,8 @@ class ServerStatuses:
 
     def age_s(self, state: SnapshotRef, now: float) -> float | None:
         """How many seconds ago trainers had this state, at most; None if no server reports it."""
-        taken = [
-            when
-            for status in self._holders()
-            for ref, when in zip(status.snapshots, status.taken, strict=False)
-            if ref == state
-        ]
+        pairs = (x for status in self._holders() for x in zip(status.snapshots, status.taken, strict=False))
+        taken = [when for ref, when in pairs if ref == state]
         return now - min(taken) if taken else None
 
     def durable(self) -> set[SnapshotRef]:
@@ -245,30 +255,6 @@ class ServerStatuses:
         """The last status of every checkpoint server, of all ranks."""
         counting = [s for table in self.counting.values() for s in table.values()]
         return counting + [s for aside in self.elsewhere.values() for s in aside.values()]
-
-
-def _counts(status: TrainerStatus, current: LastStatus, let_in: Collection[int]) -> bool:
-    """Whether ``status`` counts for its replica, instead of ``current`` from another server."""
-    if (status.incarnation in let_in) != (current.incarnation in let_in):
-        return status.incarnation in let_in
-    return status.incarnation >= current.incarnation
-
-
-def _last_status(status: TrainerStatus, before: LastStatus | None, now: float) -> LastStatus:
-    return LastStatus(
-        incarnation=status.incarnation,
-        trainer=status.trainer,
-        since=before.since if before is not None and before.says(status) else now,
-        seen=now,
-        ckpt=status.ckpt,
-        snapshots=status.snapshots,
-        deaths=status.deaths,
-        taken=tuple(now - age_s for age_s in status.ages_s) if status.ages_s else (),
-        durable=status.durable or (before.durable if before is not None else ()),
-        durable_error=status.durable_error,
-        parts=status.parts,
-        stops=stops_after(before, status, now),
-    )
 
 
 def stops_after(before: LastStatus | None, status: TrainerStatus, now: float) -> int:

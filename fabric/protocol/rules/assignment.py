@@ -155,12 +155,8 @@ def assign(micro_batches: Iterable[int], members: Sequence[Member]) -> dict[str,
     if not members:
         raise ValueError("no member is left to compute the micro-batches")
     ids = sorted(micro_batches)
-    given: dict[str, tuple[int, ...]] = {}
-    start = 0
-    for member, size in zip(members, apportion(len(ids), [m.shares for m in members]), strict=True):
-        given[member.replica] = tuple(ids[start : start + size])
-        start += size
-    return given
+    parts = cut(len(ids), [m.shares for m in members])
+    return {m.replica: tuple(ids[x.start : x.stop]) for m, x in zip(members, parts, strict=True)}
 
 
 def spread(

@@ -14,7 +14,7 @@ from protocol.test_leader_orders import newcomer
 from rich.console import Console
 
 from fabric.cli.status import _job
-from fabric.lighthouse.diagnosis.absences import absences, headline
+from fabric.lighthouse.diagnosis.status_text import absences, headline
 from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, LaunchReport, Recoveries, RecoveryRecord
 from fabric.lighthouse.http.job_status import _member_view
 from fabric.lighthouse.jobs.job import REFUSED as REFUSED_EVENT

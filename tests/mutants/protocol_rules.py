@@ -8,8 +8,8 @@ from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.core import Decisions, LeaderCore
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
+from fabric.protocol.leader.liveness import ServerStatuses
 from fabric.protocol.leader.orders import OperatorOrders
-from fabric.protocol.leader.server_statuses import ServerStatuses
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.ending import Ending
@@ -17,7 +17,7 @@ from fabric.protocol.member.links import LinkWatch
 from fabric.protocol.member.membership import Membership
 from fabric.protocol.member.session import LighthouseSession
 from fabric.protocol.ranks import FollowerRank, HostVoice, Ranks
-from fabric.protocol.rules import decide, shares
+from fabric.protocol.rules import assignment, decide
 from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
 
 UNCHANGED = (
@@ -267,14 +267,14 @@ RULES = (
     ),
     Mutant(
         "a newcomer's share counts in thousandths",
-        shares.asked_share,
+        assignment.asked_share,
         " or not record.lists(member.replica, member.incarnation)",
         "",
         "protocol/test_shares.py::test_the_asked_share_is_read_back_from_the_record_for_every_member",
     ),
     Mutant(
         "the decision gives work by lowered shares only once",
-        shares.for_roster,
+        assignment.for_roster,
         "x.process in listed",
         "x.process not in listed",
         "protocol/test_shares.py::test_a_process_that_left_the_roster_takes_its_speed_with_it",

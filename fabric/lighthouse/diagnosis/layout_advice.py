@@ -29,7 +29,7 @@ from fabric.model import (
 from fabric.protocol.leader.adaptations import ACT
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.messages.leader_events import LayoutAdvised, SharesAdvised
-from fabric.protocol.rules.shares import FULL_SPEED, asked_share, objection_to_shares, with_shares
+from fabric.protocol.rules.assignment import FULL_SPEED, asked_share, objection_to_shares, with_shares
 from fabric.runtime.rank_layout import LayoutOrder, RankLayout, parse_layout
 
 # The shares that would help against slow replicas, planned from measured speeds for people and the

@@ -139,9 +139,10 @@ class AllowedHosts:
         came = [parse_address(source) for source in sources]
         # A process that connects over loopback runs on this host; it may listen on each of the host's
         # addresses.
-        if asked in came:
+        is_from_here = any(x is not None and x.is_loopback for x in came)
+        if asked in came or (is_from_here and asked.is_loopback):
             return True
-        if asked.is_unspecified or not any(x is not None and x.is_loopback for x in came):
+        if asked.is_unspecified or not is_from_here:
             return False
         family = socket.AF_INET if asked.version == 4 else socket.AF_INET6
         with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):

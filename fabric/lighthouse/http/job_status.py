@@ -11,15 +11,13 @@ from weakref import WeakKeyDictionary
 
 from msgspec import to_builtins
 
-from fabric.lighthouse.diagnosis.absences import headline
-from fabric.lighthouse.diagnosis.status_text import outside_because, silence, waiting_for
+from fabric.lighthouse.diagnosis.status_text import headline, outside_because, silence, waiting_for
 from fabric.lighthouse.history.recovery import Absence, recoverable
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import Member, Record, Sharing, StepTimes, first_of
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
-from fabric.protocol.leader.liveness import Peer, as_member
-from fabric.protocol.leader.server_statuses import LastStatus
+from fabric.protocol.leader.liveness import LastStatus, Peer, as_member
 from fabric.protocol.rules.assignment import readers_of
 from fabric.protocol.rules.spare import settle, stack_of
 

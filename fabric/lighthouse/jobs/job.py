@@ -25,7 +25,6 @@ from fabric.lighthouse.connections.connection import (
     terms_of,
     text_frame,
 )
-from fabric.lighthouse.diagnosis.absences import absences, counts
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
@@ -33,6 +32,8 @@ from fabric.lighthouse.diagnosis.status_text import (
     CheckpointServers,
     HeardStatus,
     WaitSentence,
+    absences,
+    counts,
     no_room,
     numbers,
     others,

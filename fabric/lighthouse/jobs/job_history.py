@@ -18,8 +18,8 @@ from typing import Any
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite
 from fabric.lighthouse.connections.validation import MAX_REPLICAS
-from fabric.lighthouse.diagnosis.absences import left_by
 from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
+from fabric.lighthouse.diagnosis.status_text import left_by
 from fabric.lighthouse.election import Commit, Term
 from fabric.lighthouse.history.ledger import GoodputLedger, JobSample
 from fabric.lighthouse.history.recovery import CAPACITY, NAMED, Recoveries, RecoveryRecord

@@ -6,8 +6,7 @@ from fabric.model import Adaptation, LaunchedLayouts, LayoutChange, Member, Memb
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import leader_events as io
-from fabric.protocol.rules.assignment import lost_parts
-from fabric.protocol.rules.shares import objection_to_shares
+from fabric.protocol.rules.assignment import lost_parts, objection_to_shares
 
 OFF, ACT = "off", "act"
 HOUR_S = 3600.0

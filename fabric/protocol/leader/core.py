@@ -16,15 +16,13 @@ from fabric.protocol.leader import admission, plan
 from fabric.protocol.leader.adaptations import Adaptations
 from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.base_choice import BaseChoice
-from fabric.protocol.leader.evictions import Evictions
+from fabric.protocol.leader.evictions import Evictions, RingRebuilder
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
-from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.liveness import STOP_CALM_S, LastStatus, Peer, stops_after
 from fabric.protocol.leader.orders import OperatorOrders
-from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.server_statuses import STOP_CALM_S, LastStatus, stops_after
 from fabric.protocol.leader.starts import Starts
 from fabric.protocol.leader.state import (
     MANY,

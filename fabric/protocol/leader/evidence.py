@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, counted, shortened
-from fabric.protocol.leader.liveness import Peer, as_member
-from fabric.protocol.leader.server_statuses import LastStatus
+from fabric.protocol.leader.liveness import LastStatus, Peer, as_member
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.rules import poison
 

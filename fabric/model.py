@@ -102,8 +102,20 @@ class RankAddress:
         return self.link.rpartition(":")[0].partition(",")[0]
 
 
+class OfProcess:
+    """The name of one process start of a replica, in several types."""
+
+    __slots__ = ()
+    replica: str
+    incarnation: int
+
+    @property
+    def process(self) -> ReplicaProcess:
+        return ReplicaProcess(self.replica, self.incarnation)
+
+
 @dataclass(frozen=True, slots=True)
-class Member:
+class Member(OfProcess):
     """One replica's entry in a roster."""
 
     replica: str
@@ -123,10 +135,6 @@ class Member:
     # The layout in which a leaving member's launcher starts it again; empty: the member does not come back.
     returns: str = ""
     stores: bool = True  # whether it has storage for durable checkpoints; an older version does not say
-
-    @property
-    def process(self) -> ReplicaProcess:
-        return ReplicaProcess(self.replica, self.incarnation)
 
     @property
     def addresses(self) -> tuple[RankAddress, ...]:
@@ -200,16 +208,12 @@ class JobEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class GoneHost:
+class GoneHost(OfProcess):
     """A process whose host will never return, as an operator says."""
 
     replica: str
     incarnation: Int64
     why: str
-
-    @property
-    def process(self) -> ReplicaProcess:
-        return ReplicaProcess(self.replica, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +230,7 @@ class OperatorOverrides:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberSpeed:
+class MemberSpeed(OfProcess):
     """One process whose share follows its measured speed."""
 
     replica: str
@@ -234,19 +238,13 @@ class MemberSpeed:
     speed: Int64  # thousandths of a healthy member's speed, 1 to 1000
     asked: Int64 = 1  # the share that the process asked for
 
-    @property
-    def process(self) -> ReplicaProcess:
-        return ReplicaProcess(self.replica, self.incarnation)
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchedLayouts:
     """The layouts of a replica that `fabric launch` has started, each as ``FABRIC_LAYOUT`` says it."""
 
     layout: str = ""  # the layout of these ranks
-    allowed: tuple[
-        str, ...
-    ] = ()  # layouts that the launcher may start, preferred first; empty: none on order
+    allowed: tuple[str, ...] = ()  # those that the launcher may start, preferred first; empty: none on order
     refused: tuple[str, ...] = ()  # layouts that the script has refused
 
 
@@ -254,7 +252,7 @@ NOT_LAUNCHED = LaunchedLayouts()
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutChange:
+class LayoutChange(OfProcess):
     """A leader has ordered a replica to come back in another layout."""
 
     replica: str
@@ -263,10 +261,6 @@ class LayoutChange:
     usual: str  # the layout before, which the replica gets back
     at: float  # Unix seconds
     reason: str = ""
-
-    @property
-    def process(self) -> ReplicaProcess:
-        return ReplicaProcess(self.replica, self.incarnation)
 
     @property
     def ends(self) -> bool:
@@ -388,6 +382,12 @@ class Record:
     @cached_property
     def _members(self) -> dict[str, Member]:
         return {m.replica: m for m in reversed(self.roster)}
+
+    def gone_since(self, before: "Record | None") -> list[Member]:
+        """The members of ``before`` that this forced epoch of the same generation leaves out."""
+        if before is None or self.generation != before.generation or not self.is_forced:
+            return []
+        return [x for x in before.roster if not self.lists(*x.process) and not x.leaving]
 
     def poisoned(self, step: int) -> frozenset[int]:
         """The micro-batches of ``step`` that no member computes."""

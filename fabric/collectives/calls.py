@@ -8,15 +8,7 @@ from fabric.collectives.recording import Group, Process, RecordedCollective, Rec
 _DEFAULT_GROUP = "default_pg"
 _LISTED = 8
 # No process leaves one of these collectives before every process of the group has entered it.
-_SYNCHRONISING = frozenset(
-    (
-        "all_reduce",
-        "barrier",
-        "all_gather",
-        "all_to_all",
-        "reduce_scatter",
-    )
-)
+_SYNCHRONISING = ("all_reduce", "barrier", "all_gather", "all_to_all", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,7 +94,12 @@ def side_by_side(recordings: Iterable[Recording], unread: Mapping[Process, str] 
     for group_id, calls in everything.groups.items():
         if not calls.are_members_known:
             _guess_members(everything, group_id, calls)
-    _name_processes(everything)
+    processes = {x.process for x in everything.recordings} | set(everything.unread)
+    processes |= {member for calls in everything.groups.values() for member in calls.members}
+    several = {x.replica for x in processes if x.rank > 0}
+    for process in processes:  # a replica of one process needs no rank in its name
+        is_single = process.replica and process.replica not in several
+        everything.names[process] = process.replica if is_single else process.name
     return everything
 
 
@@ -144,13 +141,3 @@ def _guess_members(everything: AllCalls, group_id: GroupId, calls: GroupCalls) -
     if calls.group.description == _DEFAULT_GROUP or len(world) == 2:
         calls.members |= world
         calls.are_members_known = calls.are_members_guessed = True
-
-
-def _name_processes(everything: AllCalls) -> None:
-    """Name the processes; a replica of one process needs no rank in its name."""
-    processes = {x.process for x in everything.recordings} | set(everything.unread)
-    processes |= {member for calls in everything.groups.values() for member in calls.members}
-    several = {x.replica for x in processes if x.rank > 0}
-    for process in processes:
-        is_single = process.replica and process.replica not in several
-        everything.names[process] = process.replica if is_single else process.name

@@ -1,11 +1,11 @@
 """Reads the plain part of the pickle format: containers, texts and numbers, and nothing that calls code.
 
-Python's own unpickler makes any object that the bytes ask for. This reader knows no instruction that names a
-class or a function, so a dump from a stranger is data and nothing else. Torch's dumps need no more.
+Python's own unpickler makes any object that the bytes ask for. This reader performs no instruction that names
+a class or a function, so a dump from a stranger is data and nothing else. Torch's dumps need no more.
 """
 
-import struct
-from collections.abc import Callable
+import io
+import pickletools
 from typing import Any, Final
 
 from fabric.errors import ProtocolError
@@ -15,6 +15,18 @@ MAX_VALUES: Final = 5_000_000
 _MARK: Final = object()
 _MAX_PROTOCOL = 5
 
+_NAMES = {ord(x.code): x.name for x in pickletools.opcodes}  # of the instructions, by their bytes
+# Instructions whose value is their argument, or is always the same.
+_LITERALS = {"BININT1", "BININT2", "BININT", "LONG1", "BINFLOAT"}
+_LITERALS |= {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (), "MARK": _MARK}
+_EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list}
+_PUTS, _GETS = ("BINPUT", "LONG_BINPUT", "MEMOIZE"), ("BINGET", "LONG_BINGET")
+# How many values an instruction takes from the stack; 0: all above the newest mark.
+_TAKEN = {"TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_TAKEN |= {"APPEND": 1, "APPENDS": 0, "SETITEM": 2, "SETITEMS": 0}
+_KNOWN = {"PROTO", "FRAME", "STOP", *_LITERALS, *_CONSTANTS, *_EMPTY, *_PUTS, *_GETS, *_TAKEN}
+
 
 class BadRecording(ProtocolError):
     """A dump cannot be read, or is not a recording; the message says at which place."""
@@ -22,157 +34,78 @@ class BadRecording(ProtocolError):
 
 def load_plain(data: bytes) -> Any:
     """Return the value that ``data`` holds. Raises BadRecording."""
-    return _Machine(data).run()
+    stream, stack, memo = io.BytesIO(data), list[Any](), dict[int, Any]()
+    instructions = pickletools.genops(stream)
+    for _ in range(MAX_VALUES):
+        begin = stream.tell()
+        if begin == len(data):
+            raise BadRecording(f"its pickle breaks off after {begin} bytes, without an end")
+        name = _NAMES.get(data[begin])
+        if name not in _KNOWN:
+            raise BadRecording(
+                f"its pickle has the instruction {data[begin : begin + 1]!r} at byte {begin}, which makes "
+                "objects or is unknown, and a recording needs none"
+            )
+        try:
+            _, argument, _ = next(instructions)
+            if name == "STOP":
+                break
+            _perform(name, argument, stack, memo)
+        except (IndexError, TypeError, ValueError, KeyError):
+            raise BadRecording(f"its pickle breaks off or is damaged at byte {begin}") from None
+    else:
+        raise BadRecording(f"its pickle has more than {MAX_VALUES} values: it is no recording")
+    if len(stack) != 1 or stack[0] is _MARK:
+        raise BadRecording(f"its pickle ends at byte {begin} in the middle of a value")
+    return stack[0]
 
 
-class _Machine:
-    """The stack machine of the pickle format, for one dump."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-
-    def run(self) -> Any:
-        size, steps = len(self._data), 0
-        while self._at < size:
-            begin = self._at
-            code = self._data[begin]
-            self._at += 1
-            if code == _STOP:
-                if len(self._stack) != 1 or self._stack[0] is _MARK:
-                    raise BadRecording(f"its pickle ends at byte {begin} in the middle of a value")
-                return self._stack[0]
-            steps += 1
-            if steps > MAX_VALUES:
-                raise BadRecording(f"its pickle has more than {MAX_VALUES} values: it is no recording")
-            perform = _INSTRUCTIONS.get(code)
-            if perform is None:
-                raise BadRecording(
-                    f"its pickle has the instruction {bytes([code])!r} at byte {begin}, which makes objects"
-                    " or is unknown, and a recording needs none"
-                )
-            try:
-                perform(self)
-            except (struct.error, IndexError):
-                raise BadRecording(f"its pickle breaks off or is damaged at byte {begin}") from None
-            except (TypeError, ValueError, KeyError, AttributeError) as error:
-                raise BadRecording(
-                    f"its pickle is damaged at byte {begin} ({type(error).__name__})"
-                ) from None
-        raise BadRecording(f"its pickle breaks off after {size} bytes, without an end")
-
-    # --- arguments ----------------------------------------------------------------------------------
-
-    def number(self, form: str) -> Any:
-        layout = struct.Struct(form)
-        (value,) = layout.unpack_from(self._data, self._at)
-        self._at += layout.size
-        return value
-
-    def text(self, size: int) -> str:
-        return self._bytes(size).decode("utf-8", "surrogatepass")
-
-    def long(self) -> int:
-        return int.from_bytes(self._bytes(self.number("<B")), "little", signed=True)
-
-    def skip(self, size: int) -> None:
-        self._bytes(size)
-
-    def _bytes(self, size: int) -> bytes:
-        if size > len(self._data) - self._at:
-            raise IndexError
-        self._at += size
-        return self._data[self._at - size : self._at]
-
-    # --- the stack ----------------------------------------------------------------------------------
-
-    def push(self, value: Any) -> None:
-        self._stack.append(value)
-
-    def pop(self) -> Any:
-        value = self._stack.pop()
-        if value is _MARK:
-            raise ValueError
-        return value
-
-    def pop_to_mark(self) -> list[Any]:
-        at = len(self._stack) - 1
-        while self._stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
-                raise IndexError
-        items = self._stack[at + 1 :]
-        del self._stack[at:]
-        return items
-
-    def push_tuple(self, count: int) -> None:
-        items = [self.pop() for _ in range(count)]
-        self.push(tuple(reversed(items)))
-
-    def append(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not list:
-            raise TypeError
-        target.extend(items)
-
-    def set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not dict or len(items) % 2 or not all(type(key) is str for key in items[::2]):
-            raise TypeError
-        target.update(zip(items[::2], items[1::2], strict=True))
-
-    def set_item(self) -> None:
-        value, key = self.pop(), self.pop()
-        self.set_items([key, value])
-
-    def put(self, place: int) -> None:
-        if self._stack[-1] is _MARK:
-            raise ValueError
-        self._memo[place] = self._stack[-1]
-
-    def memoize(self) -> None:
-        self.put(len(self._memo))
-
-    def get(self, place: int) -> None:
-        self.push(self._memo[place])
-
-    def check_protocol(self) -> None:
-        if self.number("<B") > _MAX_PROTOCOL:
-            raise ValueError
+def _perform(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
+    """Perform one instruction. Raises an error of Python for one that does not fit the stack."""
+    if name in _LITERALS:
+        stack.append(argument)
+    elif name in _CONSTANTS:
+        stack.append(_CONSTANTS[name])
+    elif name in _EMPTY:
+        stack.append(_EMPTY[name]())
+    elif name in _GETS:
+        stack.append(memo[argument])
+    elif name in _PUTS:
+        if stack[-1] is _MARK:
+            raise ValueError("a mark is no value")
+        memo[len(memo) if argument is None else argument] = stack[-1]
+    elif name in _TAKEN:
+        _build(name, _take(stack, _TAKEN[name]), stack)
+    elif name == "PROTO" and argument > _MAX_PROTOCOL:
+        raise ValueError("this protocol is not known")
 
 
-_STOP = ord(".")
-_INSTRUCTIONS: Final[dict[int, Callable[[_Machine], None]]] = {
-    0x80: _Machine.check_protocol,
-    0x95: lambda m: m.skip(8),  # skips the eight bytes of a frame's size
-    ord("N"): lambda m: m.push(None),
-    0x88: lambda m: m.push(True),
-    0x89: lambda m: m.push(False),
-    ord("K"): lambda m: m.push(m.number("<B")),
-    ord("M"): lambda m: m.push(m.number("<H")),
-    ord("J"): lambda m: m.push(m.number("<i")),
-    0x8A: lambda m: m.push(m.long()),
-    ord("G"): lambda m: m.push(m.number(">d")),
-    0x8C: lambda m: m.push(m.text(m.number("<B"))),
-    ord("X"): lambda m: m.push(m.text(m.number("<I"))),
-    0x8D: lambda m: m.push(m.text(m.number("<Q"))),
-    ord("}"): lambda m: m.push({}),
-    ord("]"): lambda m: m.push([]),
-    ord(")"): lambda m: m.push(()),
-    ord("("): lambda m: m.push(_MARK),
-    ord("t"): lambda m: m.push(tuple(m.pop_to_mark())),
-    0x85: lambda m: m.push_tuple(1),
-    0x86: lambda m: m.push_tuple(2),
-    0x87: lambda m: m.push_tuple(3),
-    ord("a"): lambda m: m.append([m.pop()]),
-    ord("e"): lambda m: m.append(m.pop_to_mark()),
-    ord("s"): _Machine.set_item,
-    ord("u"): lambda m: m.set_items(m.pop_to_mark()),
-    ord("q"): lambda m: m.put(m.number("<B")),
-    ord("r"): lambda m: m.put(m.number("<I")),
-    0x94: _Machine.memoize,
-    ord("h"): lambda m: m.get(m.number("<B")),
-    ord("j"): lambda m: m.get(m.number("<I")),
-}
+def _take(stack: list[Any], count: int) -> list[Any]:
+    """Take ``count`` values from the stack; 0: all above the newest mark, and the mark."""
+    if count:
+        values = stack[-count:]
+        if len(values) < count or any(value is _MARK for value in values):
+            raise IndexError("the stack holds too few values")
+        del stack[-count:]
+        return values
+    places = range(len(stack) - 1, -1, -1)
+    mark = next((place for place in places if stack[place] is _MARK), -1)
+    if mark < 0:
+        raise IndexError("the stack holds no mark")
+    values = stack[mark + 1 :]
+    del stack[mark:]
+    return values
+
+
+def _build(name: str, values: list[Any], stack: list[Any]) -> None:
+    """Make a tuple of these values, or add them to the list or table on top of the stack."""
+    if name.startswith("TUPLE"):
+        stack.append(tuple(values))
+        return
+    target = stack[-1]
+    if name.startswith("APPEND") and type(target) is list:
+        target.extend(values)
+    elif name.startswith("SETITEM") and type(target) is dict and all(type(x) is str for x in values[::2]):
+        target.update(zip(values[::2], values[1::2], strict=True))
+    else:
+        raise TypeError("these values do not fit there")

@@ -145,7 +145,10 @@ def parse_recording(body: object, process: Process, source: str) -> Recording:
     calls, first_id, parts = [], 0, 0
     for place, entry in enumerate(entries):
         try:
-            parts += _parts(entry)
+            # The entries of a pickle may all share one long list.
+            fields_of = entry.values() if isinstance(entry, Mapping) else ()
+            lists = [value for value in fields_of if isinstance(value, list | tuple)]
+            parts += sum(len(x) if isinstance(x, list | tuple) else 1 for value in lists for x in value)
             if parts > MAX_VALUES:
                 raise BadRecording(
                     f"all entries up to it have more than {MAX_VALUES} sizes, names and frames"
@@ -251,7 +254,11 @@ def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
     if (match := _PEER.fullmatch(operation)) is not None:
         # ``send 0->1`` and ``recv 1<-0``: the recording process comes first, its peer second.
         operation, peer, is_p2p = match[1], int(match[3]), True
-    is_pending, has_failed = _state(entry, backend)
+    # Gloo's state stays ``scheduled``; ``retired`` says that the call ended.
+    state, is_retired = entry.get("state"), entry.get("retired", False) is True
+    if state not in ("completed", "scheduled", "started"):
+        raise BadRecording(f"its state is {_short(state)!r}")
+    is_over = state == "completed" or is_retired
     duration = entry.get("duration_ms")
     if isinstance(duration, bool) or not isinstance(duration, int | float | None):
         raise BadRecording("its duration_ms is no number")
@@ -264,8 +271,8 @@ def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
         output_sizes=_sizes(entry, "output_sizes"),
         input_dtypes=_texts(entry, "input_dtypes"),
         output_dtypes=_texts(entry, "output_dtypes"),
-        is_pending=is_pending,
-        has_failed=has_failed,
+        is_pending=not is_over,
+        has_failed=is_over and state != "completed" and backend != "gloo",
         created_ns=_integer(entry, "time_created_ns", default=0),
         duration_ms=None if duration is None else float(duration),
         is_p2p=is_p2p,
@@ -273,25 +280,6 @@ def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
         at=_user_frame(entry.get("frames", ())),
         note=_short(entry.get("note", "")),
     )
-
-
-def _parts(entry: object) -> int:
-    """Count the sizes, names and frames of an entry. The entries of a pickle may all share one long list."""
-    if not isinstance(entry, Mapping):
-        return 0
-    lists = [value for value in entry.values() if isinstance(value, list | tuple)]
-    return sum(len(x) if isinstance(x, list | tuple) else 1 for value in lists for x in value)
-
-
-def _state(entry: Mapping[Any, Any], backend: str) -> tuple[bool, bool]:
-    """Whether the call is pending, and whether it failed. Gloo's state stays ``scheduled``; ``retired`` says
-    that it ended."""
-    state, is_retired = entry.get("state"), entry.get("retired", False) is True
-    if state == "completed":
-        return False, False
-    if state not in ("scheduled", "started"):
-        raise BadRecording(f"its state is {_short(state)!r}")
-    return not is_retired, is_retired and backend != "gloo"
 
 
 def _with_coalesced(calls: list[RecordedCollective]) -> tuple[RecordedCollective, ...]:

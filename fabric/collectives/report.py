@@ -14,6 +14,7 @@ from fabric.collectives.hangs import (
     OPERATION,
     SIZES,
     STRAGGLER,
+    STUCK,
     VERDICTS,
     Conclusion,
     Wait,
@@ -152,10 +153,9 @@ def _compare(everything: AllCalls, present: Present) -> Conclusion | None:
         if _have_ended(present):
             return None
         return _conclusion(everything, present, OPERATION, lambda call: call.operation)
-    if _parted(present, _dtypes):
-        return _conclusion(everything, present, DTYPE, _dtypes)
-    if _parted(present, _elements):
-        return _conclusion(everything, present, SIZES, _elements)
+    for verdict, key in ((DTYPE, _dtypes), (SIZES, _elements)):
+        if _parted(present, key):
+            return _conclusion(everything, present, verdict, key)
     return None
 
 
@@ -293,16 +293,15 @@ def explain(
     came = arrivals(calls)
     apart = list(mismatches(calls))
     # Processes in mismatched calls wait for each other, which the mismatch's conclusion says already.
-    fitting = [c for c in hangs(calls, pending, now_ns) if not _is_explained(c, apart)]
+    named = {line.partition(":")[0] for conclusion in apart for line in conclusion.evidence}
+    fitting = [
+        conclusion
+        for conclusion in hangs(calls, pending, now_ns)
+        if conclusion.verdict != STUCK or not apart or not set(conclusion.about) <= named
+    ]
     conclusions = [*apart, *fitting, *stragglers(calls, came)]
     conclusions.sort(key=lambda conclusion: VERDICTS.index(conclusion.verdict))
     return CollectiveReport(calls, tuple(conclusions) or (_nothing(calls, pending, earlier),), came)
-
-
-def _is_explained(conclusion: Conclusion, apart: Sequence[Conclusion]) -> bool:
-    """Whether a mismatch already explains this stuck call."""
-    names = {name for other in apart for line in other.evidence for name in [line.partition(":")[0]]}
-    return conclusion.verdict == "stuck transfer" and bool(apart) and set(conclusion.about) <= names
 
 
 def _nothing(calls: AllCalls, pending: Sequence[Wait], earlier: Sequence[Wait] | None) -> Conclusion:

@@ -7,7 +7,7 @@ announced work of the user (`session.busy`), and takes out the time that a unit 
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, islice
 from statistics import median
 
@@ -85,13 +85,6 @@ class LinearFit:
             self.uncertainty = uncertainty
 
 
-def _normal(rows: Sequence[Row], weights: Sequence[float]) -> list[Row]:
-    size = range(len(rows[0]))
-    return [
-        [sum(w * row[i] * row[j] for w, row in zip(weights, rows, strict=True)) for j in size] for i in size
-    ]
-
-
 def _nonnegative(normal: Sequence[Row], right: Sequence[float], usable: Sequence[int]) -> Row:
     """The coefficients of zero or more with the least error: the best over all subsets of ``usable``."""
     best, least = [0.0] * len(right), math.inf
@@ -132,7 +125,10 @@ def robust_fit(features: Sequence[Row], seconds: Sequence[float]) -> LinearFit:
     for _ in range(ROUNDS):
         rows = [[x / e for x in row] for row, e in zip(scaled, expected, strict=True)]
         targets = [s / e for s, e in zip(seconds, expected, strict=True)]
-        normal = _normal(rows, weights)
+        weighted_rows = [[w * x for x in row] for w, row in zip(weights, rows, strict=True)]
+        normal = [
+            [sum(a[i] * b[j] for a, b in zip(weighted_rows, rows, strict=True)) for j in size] for i in size
+        ]
         weighted = [w * t for w, t in zip(weights, targets, strict=True)]
         right = [sum(w * row[i] for w, row in zip(weighted, rows, strict=True)) for i in size]
         coefficients = _nonnegative(normal, right, usable)
@@ -212,6 +208,7 @@ class WorkPredictor:
 
 RECENT = 5  # number of samples whose median is the present slowness; a median ignores two outliers
 SPEED_SAMPLES = 15  # number of samples whose median is a measured speed; odd, so that the median is a sample
+KEPT_STEPS = 2 * SPEED_SAMPLES  # newest steps whose times are kept for each unit
 # The least factor for a replica that was slow from its first step: hardware may differ a little.
 ALWAYS_SLOW = 1.25
 MOST_MODELS = 16  # replicas whose models give the usual time; a job of thousands of replicas need not ask all
@@ -228,6 +225,10 @@ class UnitDetector:
     def __init__(self, warm_up: int = WARM_UP) -> None:
         self.predictor = WorkPredictor(warm_up)
         self.alarm = CusumAlarm()
+        self.seconds = 0.0  # of the newest step
+        self.predicted_s: float | None = None
+        # By step, its time over the median of the times that the models of its equals predict.
+        self.relative: deque[tuple[int, float]] = deque(maxlen=KEPT_STEPS)
         self._recent: deque[float] = deque(maxlen=RECENT)  # observed over predicted time, newest samples
         # Iterations since the alarm's statistic left zero; learnt only when the statistic returns to zero.
         self._doubtful: list[Sequence[Sample]] = []
@@ -242,6 +243,19 @@ class UnitDetector:
         """Whether the alarm is raised and most of the recent samples are slow."""
         return self.alarm.is_raised and (self.ratio or 1.0) > SLOW
 
+    @property
+    def relative_time(self) -> float | None:
+        """The time over the equals' times, now. The older samples of a slowed unit show its speed before."""
+        return newest_median(self.relative, RECENT if self.is_slow else SPEED_SAMPLES, RECENT)
+
+    def take(self, step: int, work: WorkAmount, seconds: float, equals: "Iterable[UnitDetector]") -> None:
+        """Take a step of a unit that is compared with its ``equals``."""
+        self.seconds, self.predicted_s = seconds, self.predictor.predict(work)
+        expected = usual_time(equals, work)
+        if expected is not None:
+            self.relative.append((step, seconds / expected))
+        self.observe([(work, seconds)])
+
     def observe(self, samples: Sequence[Sample]) -> None:
         """Take the micro-batches of one step; impossible samples do not count."""
         pairs = [
@@ -254,10 +268,7 @@ class UnitDetector:
         observed, predicted = sum(seconds for seconds, _ in usable), sum(expected for _, expected in usable)
         self.alarm.observe(observed, predicted)
         self._recent.append(observed / predicted)
-        self._learn(samples)
-
-    def _learn(self, samples: Sequence[Sample]) -> None:
-        """Learn samples that certainly show no fault: while the statistic is above zero, samples wait."""
+        # Learn samples that certainly show no fault: while the statistic is above zero, samples wait.
         if self.alarm.is_raised:
             self._doubtful.clear()
         elif self.alarm.statistic > 0:
@@ -318,40 +329,17 @@ class ReplicaSpeed:
         return 1.0 / self.relative if self.relative is not None else 1.0
 
 
+@dataclass(slots=True)
 class _Replica:
     """The detector's memory of one process of a replica."""
 
-    def __init__(self, replica: str, incarnation: int) -> None:
-        self.replica = replica
-        self.incarnation = incarnation
-        self.unit = UnitDetector()
-        self.step = -1
-        self.skip = FIRST_STEPS
-        self.newest: tuple[WorkAmount, float] | None = None
-        self.predicted_s: float | None = None
-        self.relative: deque[tuple[int, float]] = deque(maxlen=2 * SPEED_SAMPLES)  # by step
-        self.ratios: deque[tuple[int, float]] = deque(maxlen=2 * SPEED_SAMPLES)
-        self.settling: Settling | None = None  # of the relative time; None while the replica is not slow
-
-    @property
-    def relative_time(self) -> float | None:
-        """The relative time now. The older samples of a slowed replica show its speed before."""
-        return newest_median(self.relative, RECENT if self.unit.is_slow else SPEED_SAMPLES, RECENT)
-
-    def settle(self) -> None:
-        """Take the newest relative time, if the replica is slow."""
-        if not self.unit.is_slow:
-            self.settling = None
-            return
-        self.settling = self.settling or Settling()
-        relative = self.relative_time
-        if relative is not None:
-            self.settling.observe(relative)
-
-    def forget(self) -> None:
-        """Drop all values that are kept by step, because the steps begin again."""
-        self.relative.clear()
-        self.ratios.clear()
+    replica: str
+    incarnation: int
+    unit: UnitDetector = field(default_factory=UnitDetector)
+    step: int = -1
+    skip: int = FIRST_STEPS
+    ratios: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    settling: Settling | None = None  # of the relative time; None while the replica is not slow
 
 
 class JobDetector:
@@ -370,25 +358,23 @@ class JobDetector:
         if watched is None or watched.incarnation != incarnation:
             watched = self._replicas[replica] = _Replica(replica, incarnation)
         if step < watched.step:
-            watched.forget()
+            watched.unit.relative.clear()
+            watched.ratios.clear()
         if step == watched.step or not work.is_valid or not is_time(seconds):
             return
         watched.step = step
         if watched.skip > 0:
             watched.skip -= 1
             return
-        watched.predicted_s = watched.unit.predictor.predict(work)
-        watched.newest = (work, seconds)
-        expected = usual_time((x.unit for x in self._replicas.values()), work)
-        if expected is not None:
-            watched.relative.append((step, seconds / expected))
-        if watched.predicted_s is not None:
-            watched.ratios.append((step, seconds / watched.predicted_s))
-        was_slow = watched.unit.is_slow
-        watched.unit.observe([(work, seconds)])
-        if watched.unit.is_slow != was_slow:  # older samples show the speed before the change
-            watched.relative = deque(list(watched.relative)[-RECENT:], watched.relative.maxlen)
-        watched.settle()
+        unit, was_slow = watched.unit, watched.unit.is_slow
+        unit.take(step, work, seconds, (x.unit for x in self._replicas.values()))
+        if unit.predicted_s is not None:
+            watched.ratios.append((step, seconds / unit.predicted_s))
+        if unit.is_slow != was_slow:  # older samples show the speed before the change
+            unit.relative = deque(list(unit.relative)[-RECENT:], KEPT_STEPS)
+        watched.settling = (watched.settling or Settling()) if unit.is_slow else None
+        if watched.settling is not None and (relative := unit.relative_time) is not None:
+            watched.settling.observe(relative)
 
     def is_alarmed(self, replica: str) -> bool:
         """Whether this replica is slow by its own past."""
@@ -404,76 +390,62 @@ class JobDetector:
     def speeds(self) -> list[ReplicaSpeed]:
         """Every replica that has reported, by name."""
         return [
-            self._speed(name, watched) for name, watched in sorted(self._replicas.items()) if watched.newest
+            ReplicaSpeed(
+                replica=name,
+                ratio=watched.unit.ratio,
+                relative=watched.unit.relative_time,
+                seconds=watched.unit.seconds,
+                predicted_s=watched.unit.predicted_s,
+                is_slow=watched.unit.is_slow,
+                note=watched.unit.predictor.note,
+                is_settled=watched.settling is None or watched.settling.is_settled,
+            )
+            for name, watched in sorted(self._replicas.items())
+            if watched.unit.seconds
         ]
 
     def relative_times(self) -> dict[str, list[tuple[int, float]]]:
         """By replica, the newest times over the times that all replicas' models predict, with their steps."""
-        return {name: list(watched.relative) for name, watched in sorted(self._replicas.items())}
+        return {name: list(watched.unit.relative) for name, watched in sorted(self._replicas.items())}
 
     def notes(self) -> dict[str, str]:
         """Why the declared work of a replica is not used, by replica."""
         units = {name: watched.unit for name, watched in sorted(self._replicas.items())}
         return {name: unit.predictor.note for name, unit in units.items() if unit.predictor.note}
 
-    def _speed(self, name: str, watched: _Replica) -> ReplicaSpeed:
-        assert watched.newest is not None
-        unit = watched.unit
-        return ReplicaSpeed(
-            replica=name,
-            ratio=unit.ratio,
-            relative=watched.relative_time,
-            seconds=watched.newest[1],
-            predicted_s=watched.predicted_s,
-            is_slow=unit.is_slow,
-            note=unit.predictor.note,
-            is_settled=watched.settling is None or watched.settling.is_settled,
-        )
-
     def slowdowns(self, failed: Collection[str] = ()) -> list[Slowdown]:
         """The slow replicas, or the whole job. ``failed`` replicas are left out of the comparison."""
         speeds = {x.replica: x for x in self.speeds() if x.replica not in failed}
         replicas = [self._replicas[name] for name in speeds]
-        until = self._same_step(replicas)
+        # The newest step that all have reported; later steps would accuse the first reporter of a slow job.
+        steps = [watched.step for watched in replicas if watched.ratios]
+        until = min((step for step in steps if step > max(steps) - MOST_BEHIND), default=0)
         newest = {Unit(x.replica): newest_median(x.ratios, RECENT, RECENT // 2 + 1, until) for x in replicas}
-        ratios = {unit: ratio for unit, ratio in newest.items() if ratio is not None}
-        changed = [x for x in localise(ratios) if self._is_alarmed(x, speeds)]
+        accused = localise({unit: ratio for unit, ratio in newest.items() if ratio is not None})
+        if accused and accused[0].scope is Scope.JOB:  # most of the replicas must have an alarm
+            has_most = 2 * sum(x.is_slow for x in speeds.values()) > len(speeds)
+            changed = accused if has_most else []
+        else:
+            changed = [x for x in accused if speeds[x.replica].is_slow]
         if any(slowdown.scope is Scope.JOB for slowdown in changed):
             return changed
-        accused = {slowdown.replica for slowdown in changed}
-        changed += [x for x in self._since_they_came(replicas, until) if x.replica not in accused]
+        named = {slowdown.replica for slowdown in changed}
+        changed += [x for x in self._since_they_came(replicas, until) if x.replica not in named]
         # The slowness makes the newest step of the replica longer by these seconds.
         return [x for x in changed if speeds[x.replica].seconds * (1 - 1 / x.factor) >= self._floor_s]
-
-    @staticmethod
-    def _same_step(replicas: Sequence[_Replica]) -> int:
-        """The newest step that all have reported; later steps would accuse the first reporter of a slow
-        job."""
-        steps = [watched.step for watched in replicas if watched.ratios]
-        newest = max(steps, default=0)
-        return min((step for step in steps if step > newest - MOST_BEHIND), default=0)
-
-    @staticmethod
-    def _is_alarmed(slowdown: Slowdown, speeds: Mapping[str, ReplicaSpeed]) -> bool:
-        """Whether the slow unit has an alarm; for the whole job, whether most of the replicas have."""
-        if slowdown.scope is Scope.JOB:
-            return 2 * sum(x.is_slow for x in speeds.values()) > len(speeds)
-        return speeds[slowdown.replica].is_slow
 
     @staticmethod
     def _since_they_came(replicas: Sequence[_Replica], until: int) -> list[Slowdown]:
         """Compare replicas: the model of one that was slow from its first step has learnt slow times."""
         samples = {
-            x.replica: newest_median(x.relative, SPEED_SAMPLES, SPEED_SAMPLES, until) for x in replicas
+            x.replica: newest_median(x.unit.relative, SPEED_SAMPLES, SPEED_SAMPLES, until) for x in replicas
         }
         relative = {replica: value for replica, value in samples.items() if value is not None}
         slowdowns = []
         usual = median(list(relative.values())) if relative else 1.0
         for replica, own in relative.items():
-            if own <= SLOW * usual:
-                continue
             others = [value for other, value in relative.items() if other != replica]
-            factor = own / median(others) if others else 1.0
+            factor = own / median(others) if others and own > SLOW * usual else 1.0
             if factor > ALWAYS_SLOW:
                 evidence = (
                     f"replica {replica} takes {factor:.2f} times as long as its equals for the same work "

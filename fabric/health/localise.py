@@ -73,7 +73,11 @@ def localise(ratios: Ratios, links: LinkRatios | None = None, failed: Collection
         return sorted(slowdowns, key=lambda slowdown: -slowdown.factor)
     common = median(list(living.values())) if living else 1.0
     if common > SLOW:
-        return [_whole_job(common, living)]
+        replicas = len({unit.replica for unit in living})
+        compared = f"none of {replicas} replicas is slower than its equals"
+        compared = compared if len(living) > 1 else "there is nothing to compare it with"
+        text = f"the whole job takes {common:.2f} times as long as predicted: {compared}"
+        return [Slowdown(Scope.JOB, (), common, text)]
     return _slow_links(links or {}, failed)
 
 
@@ -132,15 +136,6 @@ def _accuse(scope: Scope, units: tuple[Unit, ...], relative: Ratios, ratios: Rat
         f"{place} takes {own:.2f} times as long as predicted for its work, and {factor:.2f} times as long as "
         f"its equals ({others} others compared)",
     )
-
-
-def _whole_job(common: float, ratios: Ratios) -> Slowdown:
-    replicas = len({unit.replica for unit in ratios})
-    text = f"takes {common:.2f} times as long as predicted"
-    compared = f"none of {replicas} replicas is slower than its equals"
-    if len(ratios) == 1:
-        compared = "there is nothing to compare it with"
-    return Slowdown(Scope.JOB, (), common, f"the whole job {text}: {compared}")
 
 
 def _slow_links(links: LinkRatios, failed: Collection[str]) -> list[Slowdown]:

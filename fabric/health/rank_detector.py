@@ -16,17 +16,13 @@ from fabric.health.detector import (
     FIRST_STEPS,
     MOST_MODELS,
     RECENT,
-    SPEED_SAMPLES,
     ReplicaSpeed,
     UnitDetector,
-    newest_median,
-    usual_time,
 )
 from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
 from fabric.health.work import WorkAmount, is_time
 from fabric.model import Member, RankTimes
 
-KEPT_STEPS = 30  # newest steps whose times are kept for each rank
 # A rank explains a slow replica if its own extra time is at least this share of the replica's extra time.
 EXPLAINS = 0.25
 
@@ -47,18 +43,8 @@ class RankHistory:
     """The times of one rank in the newest steps, and its models."""
 
     number: int  # rank within the replica
-    detector: UnitDetector
-    seconds: float = 0.0  # of the newest step
-    predicted_s: float | None = None
+    detector: UnitDetector = field(default_factory=UnitDetector)
     waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    # By step, the rank's time over the median of the times that the models of its equals predict.
-    relative: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
-
-    @property
-    def speed(self) -> float | None:
-        """The speed over several steps, relative to the equals' speed; None without enough samples."""
-        time = newest_median(self.relative, RECENT if self.detector.is_slow else SPEED_SAMPLES, RECENT)
-        return None if time is None else 1.0 / time
 
 
 class _RankedReplica:
@@ -110,7 +96,7 @@ class RankDetector:
             return
         if step < watched.step:  # the job begins from an older state
             for rank in watched.ranks.values():
-                rank.relative.clear()
+                rank.detector.relative.clear()
         watched.step = step
         if watched.skip > 0:
             watched.skip -= 1
@@ -122,20 +108,14 @@ class RankDetector:
             if work.is_valid and is_time(times.compute_s):
                 unit = Unit(name, times.stage, place)
                 if unit not in watched.ranks:
-                    watched.ranks[unit] = RankHistory(number, UnitDetector())
+                    watched.ranks[unit] = RankHistory(number)
                     self._by_stage.setdefault(unit.stage, {})[unit] = watched.ranks[unit]
-                self._take(watched.ranks[unit], unit.stage, step, times, work)
+                rank, equals = watched.ranks[unit], self._by_stage[unit.stage].values()
+                rank.waited_s.append(times.waited_s)
+                rank.detector.take(step, work, times.compute_s, (x.detector for x in equals))
         if is_well and watched.ranks:
             usual = watched.usual_wait_s
             watched.usual_wait_s = watched.wait_s if usual is None else 0.95 * usual + 0.05 * watched.wait_s
-
-    def _take(self, rank: RankHistory, stage: int, step: int, times: RankTimes, work: WorkAmount) -> None:
-        rank.seconds, rank.predicted_s = times.compute_s, rank.detector.predictor.predict(work)
-        rank.waited_s.append(times.waited_s)
-        expected = usual_time((x.detector for x in self._by_stage[stage].values()), work)
-        if expected is not None:
-            rank.relative.append((step, times.compute_s / expected))
-        rank.detector.observe([(work, times.compute_s)])
 
     def _forget(self, name: str) -> None:
         watched = self._replicas.pop(name, None)
@@ -191,14 +171,13 @@ class RankDetector:
         watched = self._replicas.get(slowdown.replica)
         if watched is None or slowdown.scope is not Scope.REPLICA or len(watched.ranks) < 2:
             return slowdown
-        ratios = {unit: rank.detector.ratio for unit, rank in watched.ranks.items()}
-        if any(ratio is None for ratio in ratios.values()):
-            return slowdown
-        slow = {
-            unit: ratio if self._explains(watched.ranks[unit], ratio, extra_s) else 1.0
-            for unit, ratio in ratios.items()
-            if ratio is not None
-        }
+        slow: dict[Unit, float] = {}
+        for unit, rank in watched.ranks.items():
+            if (ratio := rank.detector.ratio) is None:
+                return slowdown
+            own_s = rank.detector.seconds * (1.0 - 1.0 / ratio)
+            explains = ratio > SLOW and own_s >= EXPLAINS * extra_s
+            slow[unit] = ratio if explains else 1.0
         if all(ratio > SLOW for ratio in slow.values()):
             return slowdown
         accused = localise({**self._equals(slowdown.replica, slow), **slow})
@@ -206,10 +185,6 @@ class RankDetector:
         if inside:
             return inside[0]
         return self._link(watched, slowdown, extra_s)
-
-    @staticmethod
-    def _explains(rank: RankHistory, ratio: float, extra_s: float) -> bool:
-        return ratio > SLOW and rank.seconds * (1.0 - 1.0 / ratio) >= EXPLAINS * extra_s
 
     def _equals(self, replica: str, units: Mapping[Unit, float]) -> dict[Unit, float]:
         """The ranks of other replicas with which those of ``replica`` are compared."""

@@ -143,24 +143,24 @@ class Election:
         """Follow or lead, for ever. ``url`` is the address at which others reach this process."""
         self.me = Candidate(self.me.id, url)
         self._side = BackgroundLoop("fabric-lease") if self._lease_store is not None else None
+        jitter = random.Random()  # noqa: S311 - spreads attempts, protects nothing
+        pause_s = _RETRY_S[0]
         try:
-            await self._stand_again_and_again()
+            while True:
+                try:
+                    await self._stand()
+                    pause_s = _RETRY_S[0]
+                except StoreError as error:
+                    self._say(str(error))
+                    await asyncio.sleep(pause_s * jitter.uniform(0.5, 1.0))
+                    pause_s = min(2 * pause_s, _RETRY_S[1])
+                    if not isinstance(error, StoreUnavailable | StoreIndefinite | LeaseGone):
+                        with suppress(StoreError):  # the store may have been wiped or replaced
+                            await self._store.close()
+                            await self._store.connect()
         finally:
             if self._side is not None:
                 self._side.close()
-
-    async def _stand_again_and_again(self) -> None:
-        jitter = random.Random()  # noqa: S311 - spreads attempts, protects nothing
-        pause_s = _RETRY_S[0]
-        while True:
-            try:
-                await self._stand()
-                pause_s = _RETRY_S[0]
-            except StoreError as error:
-                self._say(str(error))
-                await asyncio.sleep(pause_s * jitter.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, _RETRY_S[1])
-                await self._reconnect(error)
 
     @property
     def other(self) -> Candidate | None:
@@ -211,14 +211,22 @@ class Election:
         """Keep the key in the queue until it is lost; lead once it is the first."""
         self._changed.clear()
         turn = asyncio.get_running_loop().create_task(self._await_turn(term))
-        renewals = self._start_renewals(term, lease, sent)
+        renewals: asyncio.Future[str]
+        if self._side is None or self._lease_store is None:
+            renewals = asyncio.get_running_loop().create_task(self._renew(term, lease, sent, self._store))
+        else:
+            aside = self._renew_aside(term, lease, sent, self._lease_store)
+            renewals = asyncio.wrap_future(self._side.start(aside))
         loss = asyncio.get_running_loop().create_task(self._await_loss(term, turn))
         for each in (turn, renewals, loss):
             each.add_done_callback(lambda _: self._changed.set())
         try:
             while not term.is_over:
                 term.turned = self._clock()
-                await self._wait_until(min(term.turned + lease.ttl_s / 3, term.ends))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, min(lease.ttl_s / 3, term.ends - term.turned))):
+                        await self._changed.wait()
+                self._changed.clear()
                 if turn.done() and self.term is None:
                     turn.result()
                     self._begin(term)
@@ -232,11 +240,6 @@ class Election:
             for each in (turn, renewals, loss):
                 each.cancel()
             await asyncio.gather(turn, renewals, loss, return_exceptions=True)
-
-    def _start_renewals(self, term: Term, lease: Lease, sent: float) -> "asyncio.Future[str]":
-        if self._side is None or self._lease_store is None:
-            return asyncio.get_running_loop().create_task(self._renew(term, lease, sent, self._store))
-        return asyncio.wrap_future(self._side.start(self._renew_aside(term, lease, sent, self._lease_store)))
 
     async def _await_turn(self, term: Term) -> None:
         """Return when no key in the queue is older than this candidate's. Raises LeaseGone without its
@@ -275,7 +278,14 @@ class Election:
         first = min(line.values(), key=lambda kv: kv.create_revision)
         if first.key == term.key:
             return 0
-        leader = _candidate(first.value)
+        try:
+            body = json.loads(first.value) if len(first.value) <= _MAX_VALUE_BYTES else None
+        except ValueError:
+            body = None
+        words = [body.get("id"), body.get("url")] if isinstance(body, dict) else []
+        texts = [word for word in words if isinstance(word, str) and word.isprintable()]
+        is_one = len(texts) == 2 and texts[1].startswith(("http://", "https://"))
+        leader = Candidate(*texts) if is_one else None
         if leader is None:
             self._say(f"the key {first.key} holds no lighthouse's name: delete it if it stays there")
         if leader != self.leader:
@@ -338,12 +348,6 @@ class Election:
             renew = sent + lease.ttl_s / (20 if why else 3)
         return "its term is over"
 
-    async def _wait_until(self, moment: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, moment - self._clock())):
-                await self._changed.wait()
-        self._changed.clear()
-
     def _end(self, term: Term, reason: str) -> None:
         if term.is_over:
             return
@@ -356,14 +360,6 @@ class Election:
         log.warning("this lighthouse leads no longer: %s", reason)
         self._hooks.lost(reason)
 
-    async def _reconnect(self, error: StoreError) -> None:
-        """Connect again, because the store may have been wiped or replaced."""
-        if isinstance(error, StoreUnavailable | StoreIndefinite | LeaseGone):
-            return
-        with suppress(StoreError):
-            await self._store.close()
-            await self._store.connect()
-
     def _say(self, why: str) -> None:
         if why != self._said:
             self._said = why
@@ -372,21 +368,6 @@ class Election:
 
 def _margin(ttl_s: float) -> float:
     return min(MARGIN_MOST_S, MARGIN_SHARE * ttl_s)
-
-
-def _candidate(value: bytes) -> Candidate | None:
-    """Return the candidate in the key's value, or None for a value that no lighthouse wrote."""
-    if len(value) > _MAX_VALUE_BYTES:
-        return None
-    try:
-        body = json.loads(value)
-    except ValueError:
-        return None
-    texts = [body.get("id"), body.get("url")] if isinstance(body, dict) else [None]
-    if not all(isinstance(text, str) and text.isprintable() for text in texts):
-        return None
-    leader = Candidate(*texts)
-    return leader if leader.url.startswith(("http://", "https://")) else None
 
 
 # Whether the store answers, and whether it takes writes: a full store answers every read and refuses every

@@ -220,7 +220,18 @@ async def _serve(
         tasks.start("watchdog", systemd.show_life())
         systemd.tell("READY=1")
         await settled.wait()
-        _tell_ready(settings.ready_file, url, parts.election.me)
+        if (path := settings.ready_file) is not None:
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            try:  # it appears whole
+                draft.write_text(
+                    json.dumps({"url": url, "pid": os.getpid(), "id": parts.election.me.id}) + "\n"
+                )
+                draft.replace(path)
+            except OSError as error:
+                raise ConfigError(
+                    f"the ready file {path} cannot be written ({error.strerror}): name one in a folder of "
+                    "this user"
+                ) from error
         await asyncio.Event().wait()
 
 
@@ -286,21 +297,6 @@ async def _connect(store: Store, wait_s: float) -> None:
                 log.warning("waiting for the store: %s", logged)
         await asyncio.sleep(pause_s * jitter.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, _STORE_RETRY_S[1])
-
-
-def _tell_ready(path: Path | None, url: str, me: Candidate) -> None:
-    """Write the ready file atomically."""
-    if path is None:
-        return
-    body = {"url": url, "pid": os.getpid(), "id": me.id}
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(json.dumps(body) + "\n")
-        draft.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"the ready file {path} cannot be written ({error.strerror}): name one in a folder of this user"
-        ) from error
 
 
 def _forget_ready(path: Path | None) -> None:

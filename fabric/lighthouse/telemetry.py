@@ -83,18 +83,14 @@ class LighthouseMetrics:
         registry = self._registry = CollectorRegistry()
         self.connections = ConnectionLimit()
         registry.register(ConnectionMetrics(_PREFIX + "http_", self.connections))
-        self._events = Counter(
-            _PREFIX + "events", "Events of jobs, by kind.", ["job", "kind"], registry=registry
-        )
-        self._evictions = Counter(
-            _PREFIX + "evictions", "Members left out of a forced epoch.", ["job"], registry=registry
-        )
-        self._record_writes = Counter(
-            _PREFIX + "record_writes", "Writes of a job's record.", ["job", "outcome"], registry=registry
-        )
-        self._writes = Counter(
-            _PREFIX + "store_writes", "Writes to the store.", ["what", "outcome"], registry=registry
-        )
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + name, text, labels, registry=registry)
+
+        self._events = counter("events", "Events of jobs, by kind.", "job", "kind")
+        self._evictions = counter("evictions", "Members left out of a forced epoch.", "job")
+        self._record_writes = counter("record_writes", "Writes of a job's record.", "job", "outcome")
+        self._writes = counter("store_writes", "Writes to the store.", "what", "outcome")
         self._takes_writes = Gauge(
             _PREFIX + "store_takes_writes",
             "0 while the store refuses writes, as a full one.",
@@ -133,13 +129,8 @@ class LighthouseMetrics:
 
     def recovery(self, job: str, recovery: RecoveryRecord) -> None:
         """Count each phase of a recovery once, when it is first known."""
-        phases = {
-            "epoch_committed": recovery.epoch_committed,
-            "links_up": recovery.links_up,
-            "step_committed": recovery.step_committed,
-        }
-        for replica, back in recovery.lost.items():
-            phases[f"joined {replica}"] = back.joined
+        phases = {name: getattr(recovery, name) for name in ("epoch_committed", "links_up", "step_committed")}
+        phases |= {f"joined {replica}": back.joined for replica, back in recovery.lost.items()}
         for phase, at in phases.items():
             if at and (job, recovery.id, phase) not in self._told:
                 self._told.add((job, recovery.id, phase))

@@ -39,15 +39,12 @@ _Word = Annotated[str, Meta(min_length=1, max_length=128)]
 class NodeEnd:
     """How ranks of an attempt ended: those of one host, or of all."""
 
-    # Exit code by rank of the replica.
-    codes: Annotated[dict[_Rank, int], Meta(max_length=MAX_RANKS_OF_HOST)]
-    first: Annotated[
-        tuple[_Rank, ...], Meta(max_length=MAX_RANKS_OF_HOST)
-    ] = ()  # the ranks that failed first
+    codes: Annotated[dict[_Rank, int], Meta(max_length=MAX_RANKS_OF_HOST)]  # exit code by rank of the replica
+    # The ranks that failed first.
+    first: Annotated[tuple[_Rank, ...], Meta(max_length=MAX_RANKS_OF_HOST)] = ()
     ran_s: Annotated[float, Meta(ge=0)] = 0.0  # to the first failure
-    lost: Annotated[
-        tuple[_Text, ...], Meta(max_length=8)
-    ] = ()  # the hosts of which nobody knows how their ranks ended
+    # The hosts of which nobody knows how their ranks ended.
+    lost: Annotated[tuple[_Text, ...], Meta(max_length=8)] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -196,19 +193,13 @@ class _Attempt:
         """Fix the outcome when each node has ended or is lost; it never changes afterwards."""
         if self.outcome is None and len(self.ended) + len(self.lost) == self.nodes:
             parts = [self.ended[node] for node in sorted(self.ended)]
-            self.outcome = NodeEnd(
-                {rank: code for part in parts for rank, code in part.codes.items()},
-                self._first(parts),
-                max((part.ran_s for part in parts), default=0.0),
-                tuple(self.lost[node] for node in sorted(self.lost)),
-            )
-
-    def _first(self, parts: list[NodeEnd]) -> tuple[int, ...]:
-        # Hosts' clocks differ. Ranks that lost a peer end with a code; the rank that died first has a signal.
-        failed = [rank for part in parts for rank in part.first]
-        codes = {rank: code for part in parts for rank, code in part.codes.items()}
-        killed = [rank for rank in failed if codes.get(rank, 0) < 0]
-        return tuple(sorted(killed or failed))
+            codes = {rank: code for part in parts for rank, code in part.codes.items()}
+            # Hosts' clocks differ. Ranks that lost a peer end with a code; the rank that died first has a
+            # signal.
+            failed = [rank for part in parts for rank in part.first]
+            killed = [rank for rank in failed if codes.get(rank, 0) < 0]
+            first, ran_s = tuple(sorted(killed or failed)), max((part.ran_s for part in parts), default=0.0)
+            self.outcome = NodeEnd(codes, first, ran_s, tuple(x for _, x in sorted(self.lost.items())))
 
 
 class ReplicaNodes:
@@ -314,7 +305,12 @@ class ReplicaNodes:
         attempt = self._attempt
         if attempt is not None and attempt.outcome is None:
             for node in set(range(attempt.nodes)) - set(attempt.ended) - set(attempt.lost):
-                self._note_silence(attempt, node, now)
+                seated = attempt.seated.get(node)
+                launcher = self.launchers.get(seated.id) if seated is not None else None
+                silent_s = now - attempt.began if launcher is None else launcher.silent_s(now)
+                is_suspect = attempt.why or (launcher is not None and launcher.is_broken)
+                if silent_s > (SUSPECT_S if is_suspect else SILENT_S):
+                    attempt.note_loss(node, f"has not been heard for {silent_s:.0f} s", now)
             attempt.settle()
         for name, launcher in list(self.launchers.items()):
             if launcher.silent_s(now) > SILENT_S:
@@ -366,13 +362,6 @@ class ReplicaNodes:
         elif says.gone:
             attempt.note_loss(says.node, f"has left: {says.gone}", now)
         attempt.settle()
-
-    def _note_silence(self, attempt: _Attempt, node: int, now: float) -> None:
-        launcher = self.launchers.get(attempt.seated[node].id) if node in attempt.seated else None
-        silent_s = now - attempt.began if launcher is None else launcher.silent_s(now)
-        limit_s = SUSPECT_S if attempt.why or (launcher is not None and launcher.is_broken) else SILENT_S
-        if silent_s > limit_s:
-            attempt.note_loss(node, f"has not been heard for {silent_s:.0f} s", now)
 
     # --- the next attempt ---------------------------------------------------------------------------------
 

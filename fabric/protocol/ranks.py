@@ -310,13 +310,14 @@ class Ranks:
         if isinstance(first, io.Ready):
             ready = [event for event in outcomes if isinstance(event, io.Ready)]
             later = any(event.later for event in ready)
-            digest = "" if later else self._digest_of(outcomes)
+            digest = "" if later else self._together([event.digest for event in ready])
             times = replica_times([event.times for event in ready], self.stages)
             self._record_event(replace(first, digest=digest, later=later, times=times), now)
         elif isinstance(first, io.Computed):
             self._on_computed(first, outcomes, now)
         elif isinstance(first, io.Installed):
-            self._record_event(replace(first, digest=self._digest_of(outcomes)), now)
+            digest = self._together([e.digest for e in outcomes if isinstance(e, io.Installed)])
+            self._record_event(replace(first, digest=digest), now)
         else:
             assert isinstance(first, io.Closing)
             self._closing = first
@@ -342,7 +343,8 @@ class Ranks:
             return
         digests = [self._digested.pop(rank) for rank in range(self.size)]
         if self._stand_together(digests):
-            self._record_event(replace(digests[0], digest=self._digest_of(digests)), now)
+            digest = self._together([event.digest for event in digests])
+            self._record_event(replace(digests[0], digest=digest), now)
 
     def _close_when_kept(self, now: float) -> None:
         """Finish after the snapshot under way, which may be the job's last durable checkpoint."""
@@ -353,11 +355,9 @@ class Ranks:
     def _on_streaming(self, ranks: Ranked, events: Sequence[io.Streaming], now: float) -> None:
         """Tell the core when the last backward has begun at every rank, so that each can send its buckets."""
         self._streaming.update(zip(ranks, events, strict=True))
-        if len(self._streaming) == self.size:
-            step = events[0].step
-            share = self._share(step, [(e.weight, ()) for _, e in sorted(self._streaming.items())])
-            if share is not None:
-                self._record_event(io.Streaming(step, share[0]), now)
+        weights: list[tuple[float, Metrics]] = [(e.weight, ()) for _, e in sorted(self._streaming.items())]
+        if len(weights) == self.size and (share := self._share(events[0].step, weights)) is not None:
+            self._record_event(io.Streaming(events[0].step, share[0]), now)
 
     def _on_computed(self, first: io.Computed, outcomes: list[Any], now: float) -> None:
         self._streaming.clear()
@@ -392,20 +392,13 @@ class Ranks:
         if len(results) < self.size:
             return
         shards = [results[r] for r in range(self.size)]
-        reduced = io.Exchanged(
-            event.epoch,
-            event.step,
-            self._together([x.gradient_digest for x in shards]),
-            next((x.nonfinite for x in shards if x.nonfinite), ""),
-            next((x.nonfinite_input for x in shards if x.nonfinite_input), ""),
-        )
-        self._record_event(reduced, now)
+        digest = self._together([x.gradient_digest for x in shards])
+        nonfinite = next((x.nonfinite for x in shards if x.nonfinite), "")
+        own = next((x.nonfinite_input for x in shards if x.nonfinite_input), "")
+        self._record_event(io.Exchanged(event.epoch, event.step, digest, nonfinite, own), now)
 
     def _together(self, digests: list[str]) -> str:
         return summed_digest(digests) if self.unequal else replica_digest(digests)
-
-    def _digest_of(self, events: Sequence[Any]) -> str:
-        return self._together([event.digest for event in events])
 
     def _on_state(self, ranks: Ranked, events: Sequence[RankEvent], number: int, now: float) -> None:
         fetching = self._fetching
@@ -468,9 +461,8 @@ class Ranks:
         done.update(zip(ranks, (x.done for x in events), strict=True))
         if len(done) == self.size:
             del self._naming[key]
-            self._record_event(
-                io.Snapshotted(event.step, digest if all(done.values()) else "", event.generation), now
-            )
+            named = digest if all(done.values()) else ""
+            self._record_event(io.Snapshotted(event.step, named, event.generation), now)
             if key in self._durable and self.member.serving.saving == event.step:
                 # The order to save came after the ranks were told the name. They still wait at this step.
                 self._snapshot(event.step, durable=True)
@@ -561,9 +553,8 @@ class HostVoice:
         """Take an outcome of one rank; return the messages for rank 0."""
         event = outcome.event
         if isinstance(event, io.Ready) and event.times is not None and not self._timed:
-            outcome = replace(
-                outcome, event=replace(event, times=event.times if event.times.measured else None)
-            )
+            times = event.times if event.times.measured else None
+            outcome = replace(outcome, event=replace(event, times=times))
         self._waiting.append((rank, outcome))
         question = _question(outcome)
         if question is not None:

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from fabric.health.detector import KEPT_STEPS
 from fabric.health.localise import Scope, Slowdown, Unit
-from fabric.health.rank_detector import KEPT_STEPS, RankDetector, RankReport
+from fabric.health.rank_detector import RankDetector, RankReport
 from fabric.health.work import WorkAmount
 from fabric.model import Member, RankAddress, RankTimes
 
@@ -130,14 +131,14 @@ def test_a_new_process_starts_with_an_empty_history():
 def test_a_repeated_or_impossible_report_does_not_count():
     ranks = Ranks(replicas=("r1",))
     ranks.run(BEFORE)
-    before = {unit: list(x.relative) for unit, x in ranks.detector.histories()}
+    before = {unit: list(x.detector.relative) for unit, x in ranks.detector.histories()}
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         ranks.step += 1
         times = [RankTimes(seconds, 0.0, 1.0)] * 4
         ranks.detector.observe(RankReport("r1", 1, ranks.step, WorkAmount(1.0), times), is_well=True)
     times = [RankTimes(0.05, 0.0, 5000.0)] * 4
     ranks.detector.observe(RankReport("r1", 1, ranks.step, WorkAmount(1.0), times), is_well=True)
-    assert {unit: list(x.relative) for unit, x in ranks.detector.histories()} == before
+    assert {unit: list(x.detector.relative) for unit, x in ranks.detector.histories()} == before
 
 
 def test_a_job_that_begins_again_from_an_older_state_forgets_the_later_steps():
@@ -145,13 +146,13 @@ def test_a_job_that_begins_again_from_an_older_state_forgets_the_later_steps():
     ranks.run(BEFORE)
     ranks.step = 10
     ranks.run(1)
-    assert all([step for step, _ in x.relative] == [11] for _, x in ranks.detector.histories())
+    assert all([step for step, _ in x.detector.relative] == [11] for _, x in ranks.detector.histories())
 
 
 def test_the_history_is_bounded_and_left_replicas_are_forgotten():
     ranks = Ranks()
     ranks.run(3 * KEPT_STEPS)
-    assert all(len(x.relative) <= KEPT_STEPS for _, x in ranks.detector.histories())
+    assert all(len(x.detector.relative) <= KEPT_STEPS for _, x in ranks.detector.histories())
     ranks.keep(["r0"], 4)
     assert {unit.replica for unit, _ in ranks.detector.histories()} == {"r0"}
     ranks.keep(REPLICAS, 4)

@@ -14,7 +14,7 @@ from protocol.test_leader_orders import newcomer
 from rich.console import Console
 
 from fabric.cli.status import _job
-from fabric.lighthouse.diagnosis.absences import absences, headline
+from fabric.lighthouse.diagnosis.status_text import absences, headline
 from fabric.lighthouse.history.recovery import DOWN, NAMED, Absence, LaunchReport, Recoveries, RecoveryRecord
 from fabric.lighthouse.http.job_status import _member_view
 from fabric.lighthouse.jobs.job import REFUSED as REFUSED_EVENT
@@ -71,7 +71,7 @@ class Watched:
 
     def __init__(self, names: str = "a b c", **policy: int) -> None:
         self.job, self.log = started(names, **policy), Recoveries()
-        self.log.begin(self.job.record)
+        self.log.record = self.job.record
         runs(self.job, names, 5)
 
     @property
@@ -175,7 +175,7 @@ def test_a_replica_outside_is_named_although_no_record_of_its_loss_is_left():
     watched = Watched(start_replicas=3)
     watched.evict("c")
     watched.log = Recoveries()
-    watched.log.begin(watched.job.record)
+    watched.log.record = watched.job.record
     assert watched.said == "2 of 3 replicas; 1 replica not seen since this lighthouse leads"
     watched.job.open("c", incarnation=2)
     watched.job.open("d", incarnation=2)
@@ -196,7 +196,7 @@ def test_a_lost_replica_that_another_name_replaces_is_missing_no_more():
         [decode_value(RecoveryRecord, json.dumps(x.to_json()).encode(), "record") for x in watched.log.kept]
     )
     watched.log = after
-    after.begin(watched.job.record)
+    after.record = watched.job.record
     assert watched.said == "3 of 3 replicas", "the next leader knows it too"
     watched.evict("d")
     assert watched.said.startswith("2 of 3 replicas; d down since TIME ("), "the newcomer is the missing one"
@@ -238,7 +238,7 @@ def test_replicas_that_left_under_ever_new_names_do_not_fill_memory():
     log, record = Recoveries(), started("a").record
     for i in range(2 * NAMED):
         leaving = replace(record.roster[0], replica=f"spot-{i}", leaving=True)
-        log.begin(replace(record, roster=(*record.roster, leaving)))
+        log.record = replace(record, roster=(*record.roster, leaving))
         log._note_departures(record, float(i))
     assert list(log.left) == [f"spot-{i}" for i in range(NAMED, 2 * NAMED)]
 

@@ -6,7 +6,7 @@ from lighthouse_support import WireMember, WireStatus, close_all, eventually, st
 from memory_store import MemorySpace
 
 from fabric.model import Death, SnapshotRef
-from fabric.protocol.leader import liveness, server_statuses
+from fabric.protocol.leader import liveness
 
 MOST = 4
 
@@ -14,8 +14,7 @@ MOST = 4
 @pytest.mark.parametrize("way", ["sessions", "statuses", "ranks", "evidence"])
 async def test_processes_that_come_and_go_under_new_names_are_forgotten(way, http, monkeypatch):
     """Each new name of a session, and each rank of a status, stayed in memory until the leader's end."""
-    for module in (liveness, server_statuses):
-        monkeypatch.setattr(module, "MOST_GONE", MOST)
+    monkeypatch.setattr(liveness, "MOST_GONE", MOST)
     async with lighthouse_on(TroubledStore(MemorySpace()), lease_s=60) as instance:
 
         async def leads() -> bool:

@@ -14,7 +14,7 @@ from lighthouse_support import DEADLINE_S, WireMember, close_all, get, headers, 
 from protocol.test_leader import runs, started
 from test_absences import Watched
 
-from fabric.lighthouse.diagnosis.absences import absences, headline
+from fabric.lighthouse.diagnosis.status_text import absences, headline
 from fabric.lighthouse.history.recovery import LaunchReport, LaunchReports, Recoveries
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore

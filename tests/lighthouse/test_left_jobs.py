@@ -10,7 +10,7 @@ from protocol.test_leader_waits import resumed
 from test_absences import Watched
 from test_goodput_ledger import leading
 
-from fabric.lighthouse.diagnosis.absences import left_by
+from fabric.lighthouse.diagnosis.status_text import left_by
 from fabric.lighthouse.history.recovery import LaunchReport
 
 INT, TERM = signal.SIGINT, signal.SIGTERM

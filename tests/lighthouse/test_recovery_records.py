@@ -246,7 +246,7 @@ def test_only_the_newest_are_kept_and_a_loss_is_waited_for_once():
 
 def test_members_that_stop_because_more_are_wanted_have_not_failed():
     job, log = started(), Recoveries()
-    log.begin(job.record)
+    log.record = job.record
     for least in (3, 2):
         before = job.record
         job.do(io.Operator("scale", "", "ann", "a test", least, None))

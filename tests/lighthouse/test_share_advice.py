@@ -9,8 +9,7 @@ from fabric.cli.status import _slow
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
 from fabric.model import Adaptation, OperatorOverrides, Sharing
 from fabric.protocol.messages.leader_events import SharesAdvised
-from fabric.protocol.rules.assignment import apportion
-from fabric.protocol.rules.shares import asked_share, with_shares
+from fabric.protocol.rules.assignment import apportion, asked_share, with_shares
 
 
 @dataclass

@@ -6,7 +6,8 @@ import pytest
 from lighthouse.test_slowness import BEFORE, Fleet
 
 from fabric.errors import ProtocolError
-from fabric.health.rank_detector import KEPT_STEPS, RankDetector, RankReport
+from fabric.health.detector import KEPT_STEPS
+from fabric.health.rank_detector import RankDetector, RankReport
 from fabric.health.work import WorkAmount
 from fabric.lighthouse.connections.validation import decode_member
 from fabric.lighthouse.diagnosis.slowness import MOST_ROWS, speeds_by_step

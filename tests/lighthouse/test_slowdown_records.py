@@ -72,16 +72,16 @@ def test_two_slow_replicas_have_a_record_each_with_ids_that_grow():
 def test_events_about_a_slow_replica_are_its_actions():
     slowdowns = Slowdowns()
     (record,) = slowdowns.observe([SLOW], 1, 1, 1.0)
-    assert slowdowns.note("slow", "r1", "its own event", 2.0) is None
-    assert slowdowns.note("advice", "r0", "another replica", 2.0) is None
-    assert slowdowns.note("trainer stopped", "r1", "seen by its checkpoint server", 2.0) is None
-    assert slowdowns.note("drain asked", "r1", "by ops: slow", 3.0) is record
+    assert not slowdowns.note("slow", "r1", "its own event", 2.0)
+    assert not slowdowns.note("advice", "r0", "another replica", 2.0)
+    assert not slowdowns.note("trainer stopped", "r1", "seen by its checkpoint server", 2.0)
+    assert slowdowns.note("drain asked", "r1", "by ops: slow", 3.0) == [record]
     assert [(x.kind, x.t) for x in record.actions] == [("drain asked", 3.0)]
     for n in range(2 * MOST_ACTIONS):
         slowdowns.note("advice", "r1", "x" * 1000, float(n))
     assert len(record.actions) == MOST_ACTIONS and max(len(x.why) for x in record.actions) == 300
     slowdowns.observe([], 2, 2, 4.0)
-    assert slowdowns.note("drained", "r1", "", 5.0) is None
+    assert not slowdowns.note("drained", "r1", "", 5.0)
 
 
 def test_a_record_comes_back_from_the_store_as_it_was():
@@ -90,7 +90,7 @@ def test_a_record_comes_back_from_the_store_as_it_was():
     slowdowns.note("advice", "r1", "fewer micro-batches", 2.0)
     slowdowns.judge("r1", "confirmed")
     assert decode_value(SlowdownRecord, json.dumps(record.to_json()).encode(), "record") == record
-    assert record.verdict == "confirmed" and slowdowns.judge("r0", "confirmed") is None
+    assert record.verdict == "confirmed" and not slowdowns.judge("r0", "confirmed")
 
 
 def test_the_page_shows_every_field_of_a_record():

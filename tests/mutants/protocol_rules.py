@@ -8,8 +8,8 @@ from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.core import Decisions, LeaderCore
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
+from fabric.protocol.leader.liveness import ServerStatuses
 from fabric.protocol.leader.orders import OperatorOrders
-from fabric.protocol.leader.server_statuses import ServerStatuses
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.ending import Ending
@@ -17,7 +17,7 @@ from fabric.protocol.member.links import LinkWatch
 from fabric.protocol.member.membership import Membership
 from fabric.protocol.member.session import LighthouseSession
 from fabric.protocol.ranks import FollowerRank, HostVoice, Ranks
-from fabric.protocol.rules import decide, shares
+from fabric.protocol.rules import assignment, decide
 from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
 
 UNCHANGED = (
@@ -267,14 +267,14 @@ RULES = (
     ),
     Mutant(
         "a newcomer's share counts in thousandths",
-        shares.asked_share,
+        assignment.asked_share,
         " or not record.lists(member.replica, member.incarnation)",
         "",
         "protocol/test_shares.py::test_the_asked_share_is_read_back_from_the_record_for_every_member",
     ),
     Mutant(
         "the decision gives work by lowered shares only once",
-        shares.for_roster,
+        assignment.for_roster,
         "x.process in listed",
         "x.process not in listed",
         "protocol/test_shares.py::test_a_process_that_left_the_roster_takes_its_speed_with_it",
@@ -283,8 +283,8 @@ RULES = (
     Mutant(
         "a base of another generation clears a verdict",
         BaseChoice.note_loaded,
-        "and generation == record.generation\n",
-        "and generation\n",
+        "generation == record.generation and is_news",
+        "generation and is_news",
         "protocol/test_leader_parts.py::test_only_a_load_of_the_present_base_clears_a_verdict",
     ),
     Mutant(
@@ -404,8 +404,8 @@ RULES = (
     Mutant(
         "the exchange begins with the first rank's last backward",
         Ranks._on_streaming,
-        "len(self._streaming) == self.size",
-        "True",
+        "len(weights) == self.size and ",
+        "",
         "protocol/test_rank_orders.py::test_the_exchange_begins_when_the_last_backward_has_begun_at_every_rank",
     ),
     Mutant(
@@ -517,7 +517,7 @@ RULES = (
     # outvoted states, and layouts
     Mutant(
         "a member does not hear that its state is outvoted",
-        Decisions._tell_outvoted,
+        Decisions.decide_epoch,
         "name not in self.state.epoch.cannot_continue",
         "False",
         "reported 0",

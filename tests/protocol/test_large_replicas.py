@@ -9,8 +9,7 @@ from fabric.errors import ProtocolError
 from fabric.lighthouse.connections.validation import MOST_BYTES, decode_session
 from fabric.model import Base, Member, Policy, RankAddress, Record, SnapshotRef
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
-from fabric.protocol.leader.liveness import Liveness, LivenessConfig
-from fabric.protocol.leader.server_statuses import ServerStatuses
+from fabric.protocol.leader.liveness import Liveness, LivenessConfig, ServerStatuses
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
 from fabric.protocol.messages import leader_events as le

@@ -4,7 +4,7 @@ import pytest
 from protocol.makers import record_of, report_of
 from protocol.test_leader import Lighthouse, runs, started
 
-from fabric.protocol.leader.rebuilds import QUIET_S
+from fabric.protocol.leader.evictions import QUIET_S
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import CALM_LIMIT_S, CALM_S

@@ -26,7 +26,7 @@ def state():
     state.record = record_of("a b")
     for name in ("a", "b"):
         session = session_of(name, generation=1, step=5, epoch=2)
-        state.liveness.opened(session, state.now, is_named=False)
+        state.liveness.opened(io.SessionOpened(session), state.now, is_named=False)
     return state
 
 

@@ -7,8 +7,7 @@ from protocol.test_lanes import LINEAR, sharded, single
 from protocol.test_leader import Lighthouse
 
 from fabric.model import RankAddress, SnapshotRef
-from fabric.protocol.leader.liveness import Liveness, LivenessConfig
-from fabric.protocol.leader.server_statuses import LastStatus, ServerStatuses, lanes
+from fabric.protocol.leader.liveness import LastStatus, Liveness, LivenessConfig, ServerStatuses, lanes
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.layout_text import layout_text

@@ -3,8 +3,7 @@
 import pytest
 from protocol.makers import member_of, session_of
 
-from fabric.protocol.leader.liveness import Liveness, LivenessConfig, Peer
-from fabric.protocol.leader.server_statuses import LastStatus
+from fabric.protocol.leader.liveness import LastStatus, Liveness, LivenessConfig, Peer
 
 CONFIG = LivenessConfig(stopped_s=0.15, reconnect_s=3.0, silence_s=2.0, lost_s=0.05, grace_s=3.0)
 LATE = 100.0  # long after the election

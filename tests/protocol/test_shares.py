@@ -8,9 +8,9 @@ from protocol.makers import member_of, record_of
 
 from fabric.health.planning import micro_batch_shares
 from fabric.model import Adaptation, MemberSpeed, Sharing
-from fabric.protocol.rules.assignment import apportion
-from fabric.protocol.rules.shares import (
+from fabric.protocol.rules.assignment import (
     FULL_SPEED,
+    apportion,
     asked_share,
     for_roster,
     objection_to_shares,

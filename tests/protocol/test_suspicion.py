@@ -9,6 +9,7 @@ from protocol.test_leader_orders import UNIX_S, led, newcomer, on_hosts, order
 
 from fabric.model import RankAddress
 from fabric.protocol.leader import evidence
+from fabric.protocol.leader.state import JobState, LeaderConfig
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages.roster_delta import for_members
@@ -53,7 +54,10 @@ def test_the_history_is_bounded_and_the_least_suspect_are_forgotten():
 def test_a_clock_that_goes_back_makes_no_host_more_suspect():
     (history,) = failed(1, 0)
     assert evidence.score(history, UNIX_S - 1000.0, DAY_S) == history.score
-    (again,) = evidence.by_this_clock((history,), UNIX_S - 1000.0)
+    state = JobState("job", LeaderConfig(), UNIX_S - 1000.0)
+    memory = evidence.FailureEvidence(state)
+    memory.recall(replace(record_of("a"), hosts=(history,)))
+    (again,) = memory.hosts
     assert again.at == UNIX_S - 1000.0 and again.score == history.score
 
 

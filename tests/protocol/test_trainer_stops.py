@@ -2,7 +2,7 @@
 
 from protocol.test_leader import started
 
-from fabric.protocol.leader.server_statuses import STOP_CALM_S
+from fabric.protocol.leader.liveness import STOP_CALM_S
 
 TURN_S = 0.02
 

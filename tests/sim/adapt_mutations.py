@@ -11,7 +11,7 @@ from fabric.protocol.leader import adaptations, record_writer
 from fabric.protocol.leader.adaptations import Adaptations
 from fabric.protocol.leader.starts import Starts
 from fabric.protocol.messages import leader_events as io
-from fabric.protocol.rules import shares
+from fabric.protocol.rules import assignment
 
 Patch = pytest.MonkeyPatch
 
@@ -23,14 +23,14 @@ def change_shares_within_an_epoch(patch: Patch) -> None:
 
     def written(part: Adaptations, record: Record, adaptation: Adaptation, why: str) -> None:
         asked = [part.writer.asked(record, x) for x in record.roster]
-        roster = shares.with_shares(record.roster, asked, adaptation)
+        roster = assignment.with_shares(record.roster, asked, adaptation)
         part.writer.write(replace(record, roster=roster, adaptation=adaptation))
 
     patch.setattr(Adaptations, "_write", written)
 
 
 def give_newcomers_the_share_that_they_asked_for(patch: Patch) -> None:
-    with_shares = shares.with_shares
+    with_shares = assignment.with_shares
 
     def mixed(roster: Sequence[Member], asked: Sequence[int], adaptation: Adaptation) -> tuple[Member, ...]:
         given = with_shares(roster, asked, adaptation)
@@ -49,7 +49,7 @@ def leave_a_slow_member_without_work(patch: Patch) -> None:
     def proportional(
         roster: Sequence[Member], asked: Sequence[int], adaptation: Adaptation
     ) -> tuple[Member, ...]:
-        return shares.with_shares(roster, asked, replace(adaptation, micro_batches=10**6))
+        return assignment.with_shares(roster, asked, replace(adaptation, micro_batches=10**6))
 
     patch.setattr(record_writer, "with_shares", proportional)
 

@@ -23,8 +23,8 @@ from sim.store import Store
 
 from fabric.model import Record
 from fabric.protocol.leader import core as leader_core
+from fabric.protocol.leader.evictions import RingRebuilder
 from fabric.protocol.leader.job_endings import Endings
-from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.core import MemberCore

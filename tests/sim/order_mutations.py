@@ -8,11 +8,10 @@ from sim.faults import Aims
 
 from fabric.model import Member, Record
 from fabric.protocol.leader.admission import Admission
-from fabric.protocol.leader.evictions import Evictions
+from fabric.protocol.leader.evictions import Evictions, RingRebuilder
 from fabric.protocol.leader.evidence import FailureEvidence, Penalty
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.starts import Starts
 
 Patch = pytest.MonkeyPatch

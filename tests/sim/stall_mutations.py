@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from fabric.model import Fence, Member, Record
-from fabric.protocol.leader import rebuilds
-from fabric.protocol.leader.evictions import Evictions
+from fabric.protocol.leader import evictions
+from fabric.protocol.leader.evictions import Evictions, RingRebuilder
 from fabric.protocol.leader.joins import Joins
-from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.rounds import Rounds
@@ -57,7 +56,7 @@ def excuse_nobody(patch: Patch) -> None:
         awaited = {other for others in waiting.values() for other in others}
         return tuple(n for n in names if n in awaited)
 
-    patch.setattr(rebuilds, "root_waiters", accused)
+    patch.setattr(evictions, "root_waiters", accused)
 
 
 def wait_for_ever_for_a_state(patch: Patch) -> None:

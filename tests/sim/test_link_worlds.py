@@ -10,8 +10,8 @@ from sim import link_worlds, noticing
 
 from fabric.protocol.leader import core as leader_core
 from fabric.protocol.leader.admission import Admission
+from fabric.protocol.leader.evictions import RingRebuilder
 from fabric.protocol.leader.liveness import Liveness
-from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.member.links import LinkWatch
 from fabric.protocol.rules.link_graph import Healing
 

@@ -140,7 +140,8 @@ class MemberConnection:
         self.is_ending = True
         loop = asyncio.get_running_loop()
         self._closing = loop.create_task(self._close(code, reason))
-        self._cut = loop.call_later(_CLOSE_WITHIN_S, self._abort)
+        if self._transport is not None:
+            self._cut = loop.call_later(_CLOSE_WITHIN_S, self._transport.abort)
 
     async def ended(self) -> None:
         """Wait until a close that has begun is complete."""
@@ -158,10 +159,6 @@ class MemberConnection:
         text = reason.encode()[:_MAX_CLOSE_REASON].decode(errors="ignore")
         with suppress(ConnectionError):  # the task that reads this socket gets the error, too
             await self._socket.close(code=code, message=text.encode())
-
-    def _abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
 
 
 class WorkQueue:
@@ -306,17 +303,12 @@ class LayoutReader:
     """One thread for all jobs. A job has at most one layout in it, so no job waits for many of another."""
 
     def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "fabric-layouts")  # it begins with the first layout
         self._of_job: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def read(self, job: str, text: str) -> None:
         """Read this layout. Raises ProtocolError for a text that is not the layout of a whole model."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "fabric-layouts")
-        lock = self._of_job.get(job)
-        if lock is None:
-            lock = self._of_job[job] = asyncio.Lock()
-        async with lock:
+        async with self._of_job.setdefault(job, asyncio.Lock()):
             await asyncio.get_running_loop().run_in_executor(self._thread, layout_summary, text)
 
 
@@ -369,12 +361,10 @@ class LayoutGate:
             await self._reader.read(self._job, layout)
         except ProtocolError as refusal:
             error = refusal
-        self._reading, held = None, self._held
-        self._held = []
+        self._reading, held, self._held = None, self._held, []
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
         if error is not None:
             refuse(error)
-            return
-        for text in held:
+        for text in held if error is None else ():
             take(text)

@@ -100,7 +100,15 @@ def decode_member(data: str) -> m.MemberMessage:
     if isinstance(message, m.OpenSession):
         return _checked_session(message)
     if isinstance(message, m.Report):
-        _check_report(message)
+        for name in ("digest", "gradient_digest", "committed_digest"):
+            _check_length(name, getattr(message, name), MAX_DIGEST)
+        _check_names("round_roster", message.round_roster, MOST_REPLICAS, MAX_NAME)
+        _check_names("round_lacked", message.round_lacked or (), MOST_REPLICAS, MAX_NAME)
+        if len(message.have) > MAX_MICRO_BATCHES:
+            raise ProtocolError(f"have must be a list of at most {MAX_MICRO_BATCHES}")
+        _check_length("plan", message.plan.described if message.plan is not None else "", MAX_SETTINGS)
+        if message.plan is not None and not 1 <= message.plan.micro_batches <= MAX_MICRO_BATCHES:
+            raise ProtocolError(f"Report.plan must have from 1 to {MAX_MICRO_BATCHES} micro-batches")
         return replace(message, parted=cleaned(message.parted))
     if isinstance(message, m.Aborted):
         _check_names("waiting_for", message.waiting_for, MAX_NAMES)
@@ -191,8 +199,6 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
     _check_snapshots(session)
     if sum(map(len, session.tensors)) > MAX_DESCRIPTION:
         raise ProtocolError(f"Session.tensors must be at most {MAX_DESCRIPTION} characters")
-    if not all(map(_is_sentence, session.tensors)):
-        session = replace(session, tensors=tuple(map(cleaned, session.tensors)))
     _check_session_ranks(session)
     for name, low, high in (
         ("micro_batches", 1, MAX_MICRO_BATCHES),
@@ -207,6 +213,8 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
         if not low <= getattr(session, name) <= high:
             raise ProtocolError(f"Session.{name} must be from {low} to {high}")
     _check_sharing(session.sharing)
+    if not all(map(_is_sentence, session.tensors)):
+        session = replace(session, tensors=tuple(map(cleaned, session.tensors)))
     return session
 
 
@@ -266,19 +274,6 @@ def _check_names(what: str, names: tuple[str, ...], most: int, longest: int = MA
         raise ProtocolError(f"{what} must be a list of at most {most} names")
     for name in names:
         _check_length(what, name, longest)
-
-
-def _check_report(report: m.Report) -> None:
-    for name in ("digest", "gradient_digest", "committed_digest"):
-        _check_length(name, getattr(report, name), MAX_DIGEST)
-    _check_names("round_roster", report.round_roster, MOST_REPLICAS, MAX_NAME)
-    _check_names("round_lacked", report.round_lacked or (), MOST_REPLICAS, MAX_NAME)
-    if len(report.have) > MAX_MICRO_BATCHES:
-        raise ProtocolError(f"have must be a list of at most {MAX_MICRO_BATCHES}")
-    if report.plan is not None:
-        _check_length("plan", report.plan.described, MAX_SETTINGS)
-        if not 1 <= report.plan.micro_batches <= MAX_MICRO_BATCHES:
-            raise ProtocolError(f"Report.plan must have from 1 to {MAX_MICRO_BATCHES} micro-batches")
 
 
 def _is_sentence(text: str) -> bool:

@@ -53,33 +53,23 @@ class FailureSnapshot:
             *aborted,
             *(x for a in aborted.values() for x in (a.about, *a.waiting_for, *a.unreachable)),
         }
-        members = [x for x in self.record.roster if x.replica in named]
-        processes = {x.replica: self._process(x.replica, x.incarnation) for x in members}
+        liveness, processes = self.core.state.liveness, dict[str, str]()
+        for member in (x for x in self.record.roster if x.replica in named):
+            status, process = liveness.statuses().get(member.replica), "unknown"
+            if status is not None and status.incarnation == member.incarnation:
+                process = status.trainer if status.connected else "silent"
+            processes[member.replica] = "gone" if liveness.proven_dead(member) else process
         return Symptoms(condemned, aborted, self.record.names, processes)
-
-    def _process(self, replica: str, incarnation: int) -> str:
-        liveness = self.core.state.liveness
-        member = self.record.member(replica)
-        if member is not None and liveness.proven_dead(member):
-            return "gone"
-        status = liveness.statuses().get(replica)
-        if status is None or status.incarnation != incarnation:
-            return "unknown"
-        return status.trainer if status.connected else "silent"
 
     def places(self, names: tuple[str, ...], addresses: PeerAddresses) -> list[ProbeTarget]:
         """Return every rank of these replicas, up to the limit of probes."""
-        targets = []
-        for name in names:
-            member = self.record.member(name)
-            servers = self.core.state.liveness.servers
-            for rank, url in enumerate(servers.urls_of(member) if member is not None else ()):
-                if url:
-                    hosts, is_trusted = (
-                        addresses.of(name, rank),
-                        addresses.is_trusted(name),
-                    )
-                    targets.append(ProbeTarget(name, rank, url, hosts, is_trusted))
+        servers, members = self.core.state.liveness.servers, map(self.record.member, names)
+        targets = [
+            ProbeTarget(x.replica, rank, url, addresses.of(x.replica, rank), addresses.is_trusted(x.replica))
+            for x in members
+            for rank, url in enumerate(servers.urls_of(x) if x is not None else ())
+            if x is not None and url
+        ]
         return targets[: rank_probe.MAX_RANKS]
 
 
@@ -128,12 +118,7 @@ class DiagnosisTask:
         standing = set()
         for name, (step, since) in core.evictions.stragglers.since.items():
             peer = core.state.liveness.peers.get(name)
-            if (
-                peer is None
-                or peer.step > step
-                or record.complete
-                or not record.lists(name, peer.incarnation)
-            ):
+            if peer is None or peer.step > step or not record.lists(*peer.process):
                 continue
             standing.add((name, step))
             if now - since < min(STALLED_S, core.state.patience_s(peer) / 2) or (name, step) in self._stalls:
@@ -151,8 +136,15 @@ class DiagnosisTask:
     async def _explain(
         self, scene: FailureSnapshot, recovery: RecoveryRecord | None, waited_for: str
     ) -> None:
+        begun = time.monotonic()
         try:
-            diagnosis = await self._find_out(scene, waited_for)
+            if not scene.epoch.pending_evictions and not waited_for:
+                await asyncio.sleep(_COMPANIONS_S)
+            targets = scene.places(scene.case(waited_for).concerned(), self._peer_addresses)
+            seen = await rank_probe.ask(targets, self._access)
+            # Aborts, evictions and ends of processes that happened during the probes count, too.
+            diagnosis = diagnose(scene.case(waited_for), seen)
+            diagnosis = replace(diagnosis, t=time.time(), seconds=time.monotonic() - begun)
         except Exception as error:
             log.exception("a failure cannot be explained", extra=fields(job=scene.core.state.job))
             diagnosis = Diagnosis(
@@ -169,13 +161,3 @@ class DiagnosisTask:
         whom = f" ({', '.join(diagnosis.about)})" if len(diagnosis.about) > 1 else ""
         kind = "diagnosis" if recovery is not None else "stalled"
         self._tell(kind, about, f"{diagnosis.verdict}{whom}: {diagnosis.why}", incident_id)
-
-    async def _find_out(self, scene: FailureSnapshot, waited_for: str) -> Diagnosis:
-        begun = time.monotonic()
-        if not scene.epoch.pending_evictions and not waited_for:
-            await asyncio.sleep(_COMPANIONS_S)
-        case = scene.case(waited_for)
-        seen = await rank_probe.ask(scene.places(case.concerned(), self._peer_addresses), self._access)
-        # Aborts, evictions and ends of processes that happened during the probes count, too.
-        diagnosis = diagnose(scene.case(waited_for), seen)
-        return replace(diagnosis, t=time.time(), seconds=time.monotonic() - begun)

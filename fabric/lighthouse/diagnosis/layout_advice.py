@@ -29,7 +29,7 @@ from fabric.model import (
 from fabric.protocol.leader.adaptations import ACT
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.messages.leader_events import LayoutAdvised, SharesAdvised
-from fabric.protocol.rules.shares import FULL_SPEED, asked_share, objection_to_shares, with_shares
+from fabric.protocol.rules.assignment import FULL_SPEED, asked_share, objection_to_shares, with_shares
 from fabric.runtime.rank_layout import LayoutOrder, RankLayout, parse_layout
 
 # The shares that would help against slow replicas, planned from measured speeds for people and the
@@ -60,11 +60,7 @@ class ShareAdvisor:
         self.advice = self._planned = self._ordered = None
 
     def advise(
-        self,
-        core: LeaderCore,
-        slow: Mapping[str, Slowdown],
-        speeds: Iterable[ReplicaSpeed],
-        failed: set[str],
+        self, core: LeaderCore, slow: Mapping[str, Slowdown], speeds: Iterable[ReplicaSpeed], failed: set[str]
     ) -> Remedy | SharesAdvised | None:
         """Plan again where the slow replicas or their speeds have changed; return new advice or a new order.
 
@@ -112,8 +108,11 @@ class ShareAdvisor:
                 speed = max(1, min(FULL_SPEED - 1, round(FULL_SPEED * present_speed.speed / usual)))
                 stays = before is not None and 1 / REPLAN <= before / speed <= REPLAN
                 wanted[process] = before if stays and before is not None else speed
-            elif process in present and not _is_well(present_speed, usual):
-                wanted[process] = present[process]
+            elif process in present:
+                # A member that is not called slow is well once it is measured as fast as its equals.
+                is_measured = present_speed is not None and present_speed.relative is not None
+                if not is_measured or (present_speed and present_speed.speed * SLOW < usual):
+                    wanted[process] = present[process]
         return wanted
 
     def _new_order(self, record: Record, wanted: Speeds) -> SharesAdvised | None:
@@ -160,11 +159,6 @@ class ShareAdvisor:
             "vetoed": list(core.limits.overrides.vetoed),
             "actions_last_hour": len(core.adaptations.recent_actions(record)) if record is not None else 0,
         }
-
-
-def _is_well(measured: ReplicaSpeed | None, usual: float) -> bool:
-    """Whether a member that is not called slow is measured as fast as its equals."""
-    return measured is not None and measured.relative is not None and measured.speed * SLOW >= usual
 
 
 def _counts(roster: Sequence[Member], total: int) -> dict[str, int]:
@@ -231,7 +225,9 @@ class LayoutAdvisor:
         if record is None or slow is None:
             self.forget()
             return None
-        spares = _spares(core, record)
+        peers = core.state.liveness.peers.items()
+        waiting = (name for name, peer in peers if peer.connected and peer.session.spare)
+        spares = tuple(sorted(name for name in waiting if record.member(name) is None))
         rounded = {rank: round(speed, 1) for rank, speed in slow.speeds.items()}
         basis = record.epoch, replace(slow, speeds=rounded), spares
         if basis == self._planned:
@@ -298,7 +294,10 @@ def plan_layout(
     except ConfigError:
         return None
     layers, micro_batches = sum(layout.layers) or 1, _micro_batches(core, record)
-    usual, cut = _usual(layout, slow), _cut(layout, slow)
+    usual, cut = _usual(layout, slow), ModelCut()
+    if slow.launched.allowed:  # other layers for its stages, or fewer ranks of one stage
+        sizes = tuple(sorted({x.ranks for x in _smaller(layout, slow.launched)}))
+        cut = ModelCut(sizes, can_repartition=bool(layout.layers))
     counts = apportion(micro_batches, [member.shares for member in record.roster])
     replicas = []
     for member, count in zip(record.roster, counts, strict=True):
@@ -341,14 +340,6 @@ def _usual(layout: RankLayout, slow: SlowReplica) -> StageLayout:
     return StageLayout((tuple(range(layout.ranks)),), (sum(layout.layers) or 1,))
 
 
-def _cut(layout: RankLayout, slow: SlowReplica) -> ModelCut:
-    """The layouts that the replica may have: other layers for its stages, or fewer ranks of one stage."""
-    if not slow.launched.allowed:
-        return ModelCut()
-    sizes = tuple(sorted({x.ranks for x in _smaller(layout, slow.launched)}))
-    return ModelCut(sizes, can_repartition=bool(layout.layers))
-
-
 def _smaller(layout: RankLayout, launched: LaunchedLayouts) -> list[RankLayout]:
     """The offered layouts of fewer ranks, preferred first; none for a pipeline, which keeps its ranks."""
     if layout.layers:
@@ -369,16 +360,6 @@ def _healthy(core: LeaderCore, name: str, layers: int, micro_batches: int) -> Re
             groups = tuple(tuple(range(first, first + group)) for first in range(0, size, group))
             usual = StageLayout(groups, own.layers)
     return ReplicaHealth(name, usual, (1.0,) * size, micro_batches)
-
-
-def _spares(core: LeaderCore, record: Record) -> tuple[str, ...]:
-    return tuple(
-        sorted(
-            name
-            for name, peer in core.state.liveness.peers.items()
-            if peer.connected and peer.session.spare and record.member(name) is None
-        )
-    )
 
 
 def _micro_batches(core: LeaderCore, record: Record) -> int:

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +139,16 @@ class AllowedHosts:
         came = [parse_address(source) for source in sources]
         # A process that connects over loopback runs on this host; it may listen on each of the host's
         # addresses.
-        return asked in came or (any(x is not None and x.is_loopback for x in came) and _is_this_host(asked))
+        is_from_here = any(x is not None and x.is_loopback for x in came)
+        if asked in came or (is_from_here and asked.is_loopback):
+            return True
+        if asked.is_unspecified or not is_from_here:
+            return False
+        family = socket.AF_INET if asked.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.bind((str(asked), 0))  # a socket binds only to addresses of its own host
+            return True
+        return False
 
 
 class ConfinedResolver(AbstractResolver):
@@ -162,18 +172,6 @@ class ConfinedResolver(AbstractResolver):
     async def close(self) -> None:
         """Do nothing: the resolver holds no resources."""
         await self._names.close()
-
-
-def _is_this_host(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    if address.is_loopback:
-        return True
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((str(address), 0))  # a socket binds only to addresses of its own host
-        except OSError:
-            return False
-    return not address.is_unspecified
 
 
 # If a trainer holds the interpreter's lock and does not answer within a second, a signal writes its stacks.
@@ -333,13 +331,11 @@ def main_thread(stacks: Mapping[str, Any]) -> tuple[str, tuple[str, ...], str]:
 def _recording(flight: Mapping[str, Any], where: ProbeTarget) -> Recording | None:
     """Read torch's recording, but not its list of groups, which could name millions of members."""
     entries = flight.get("entries")
-    if not isinstance(entries, list) or not entries:
-        return None
-    process = Process(where.replica, where.rank)
-    try:
-        return parse_recording({"entries": entries[-_LAST_COLLECTIVES:]}, process, where.url)
-    except BadRecording:
-        return None
+    if isinstance(entries, list) and entries:
+        with suppress(BadRecording):
+            last, process = entries[-_LAST_COLLECTIVES:], Process(where.replica, where.rank)
+            return parse_recording({"entries": last}, process, where.url)
+    return None
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric.health.alarm import Damping
-from fabric.health.detector import MOST_BEHIND, JobDetector, ReplicaSpeed
+from fabric.health.detector import KEPT_STEPS, MOST_BEHIND, JobDetector, ReplicaSpeed
 from fabric.health.link_detector import LinkDetector
 from fabric.health.localise import Scope, Slowdown
-from fabric.health.rank_detector import KEPT_STEPS, RankDetector, RankReport
+from fabric.health.rank_detector import RankDetector, RankReport
 from fabric.health.work import WorkAmount, is_time
 from fabric.lighthouse.diagnosis.layout_advice import (
     LASTING,
@@ -207,22 +207,19 @@ class SlownessWatch:
         lasting |= self._job_damping.admit(slowdowns.keys() & {WHOLE_JOB}, self._newest_step)
         self._slow = {name: slowdown for name, slowdown in slowdowns.items() if name in lasting}
         self._costs = {name: cost for name, cost in self._costs.items() if name in self._slow}
-        events = [
-            SlownessEvent("slow", name, slowdown.evidence)
-            for name, slowdown in self._slow.items()
-            if name not in before
-        ]
+        begun = self._slow.keys() - before.keys()
+        events = [SlownessEvent("slow", name, x.evidence) for name, x in self._slow.items() if name in begun]
         events += [
             SlownessEvent("no longer slow", name, f"{name or 'the job'} takes as long as predicted again")
             for name in before
             if name not in self._slow
         ]
         events += [
-            SlownessEvent("slow part", name, slowdown.evidence)
-            for name, slowdown in self._slow.items()
+            SlownessEvent("slow part", name, x.evidence)
+            for name, x in self._slow.items()
             if name in before
-            and slowdown.scope in (Scope.RANK, Scope.STAGE, Scope.LINK)
-            and (slowdown.scope, slowdown.units) != (before[name].scope, before[name].units)
+            and x.scope in (Scope.RANK, Scope.STAGE, Scope.LINK)
+            and (x.scope, x.units) != (before[name].scope, before[name].units)
         ]
         slow = self._computing_slowly()
         advice = self._advisor.advise(core, slow, self._detector.speeds(), failed)
@@ -244,17 +241,11 @@ class SlownessWatch:
         self._slow_since = {name: min(since.get(name, step), step) for name in computing}
         self.confirmed &= computing.keys()
         kept = {WHOLE_JOB, *keep_their_layouts(core)}
-        lasting = [
-            x
-            for name, x in computing.items()
-            if name not in kept and step - self._slow_since[name] >= LASTING
-        ]
-        slowest = max(lasting, key=lambda x: x.factor, default=None)
+        names = [x for x in computing if x not in kept and step - self._slow_since[x] >= LASTING]
+        name = max(names, key=lambda x: computing[x].factor, default="")
         if failed:
             return []
-        slow = None
-        if slowest is not None:
-            slow = slow_replica(core, slowest, self._ranks, slowest.replica in self.confirmed)
+        slow = slow_replica(core, computing[name], self._ranks, name in self.confirmed) if name else None
         if slow is None:
             self._orders.pop(LayoutAdvised, None)
         advice = self._layouts.advise(core, slow)
@@ -315,10 +306,11 @@ def speeds_by_step(
     """
     rows: list[tuple[dict[str, Any], _Steps]] = []
     for unit, rank in ranks.histories():
-        row = _row(unit.replica, rank.number, unit.stage, rank.speed)
-        row["seconds"] = round(rank.seconds, 6)
-        row["predicted_s"] = None if rank.predicted_s is None else round(rank.predicted_s, 6)
-        rows.append((row, rank.relative))
+        own, time = rank.detector, rank.detector.relative_time
+        row = _row(unit.replica, rank.number, unit.stage, None if time is None else 1.0 / time)
+        row["seconds"] = round(own.seconds, 6)
+        row["predicted_s"] = None if own.predicted_s is None else round(own.predicted_s, 6)
+        rows.append((row, own.relative))
     watched = {row["replica"] for row, _ in rows}
     rows += [
         (_row(name, 0, 0, speeds.get(name)), times)

@@ -76,10 +76,8 @@ def judge_link(suspect: LinkEcho, witness: LinkEcho) -> tuple[bool | None, str]:
     figures = f"{place} has {suspect.words}; from {witness.sender} to {witness.receiver}: {witness.words}"
     if is_late or is_narrow:
         return True, f"{figures}: the network from {suspect.sender} to {suspect.receiver} is slow"
-    return (
-        False,
-        f"{figures}: this link is not slow now, look at the two hosts and at the network's other load",
-    )
+    advice = "this link is not slow now, look at the two hosts and at the network's other load"
+    return False, f"{figures}: {advice}"
 
 
 MOST_PER_HOUR = 6
@@ -208,9 +206,12 @@ class SpeedChecks:
 
 
 def _judge(check: SpeedCheck) -> SpeedVerdict:
-    name = check.slowdown.replica
+    name, witness = check.asked
     if check.echoes:
-        return _judge_link(check)
+        suspect, other = (LinkEcho(x, check.echoes[x], check.answers[x][0]) for x in check.asked)
+        is_slow_link, why = judge_link(suspect, other)
+        verdict = NO_ANSWER if is_slow_link is None else CONFIRMED if is_slow_link else REFUTED
+        return SpeedVerdict(name, verdict, why, is_about_link=True)
     suspects = [x for x in check.answers[name] if not check.ranks or x.rank in check.ranks]
     sentences, is_slow, is_fast = [], False, False
     # At least half of the slowdown must show, because short measurements vary.
@@ -218,16 +219,16 @@ def _judge(check: SpeedCheck) -> SpeedVerdict:
     for words, of in (("a matrix product", "product_s"), ("a copy of memory", "copy_s")):
         # An impossible time confirms nothing.
         seconds = [s for x in suspects if 0 < (s := getattr(x, of)) < math.inf]
-        references = [s for x in check.answers[check.witness] if 0 < (s := getattr(x, of)) < math.inf]
+        references = [s for x in check.answers[witness] if 0 < (s := getattr(x, of)) < math.inf]
         if not seconds or not references:
             continue
         own, reference = max(seconds), median(references)
         is_slow |= own > needed * reference
         is_fast |= reference > needed * own
-        times = f"{own * 1e3:.3g} ms there and {reference * 1e3:.3g} ms at {check.witness}"
+        times = f"{own * 1e3:.3g} ms there and {reference * 1e3:.3g} ms at {witness}"
         sentences.append(f"{words} takes {times}")
     if not sentences:
-        return SpeedVerdict(name, NO_ANSWER, f"the micro-benchmark failed at {name} or {check.witness}")
+        return SpeedVerdict(name, NO_ANSWER, f"the micro-benchmark failed at {name} or {witness}")
     measured = "; ".join(sentences)
     if is_slow and is_fast:
         return SpeedVerdict(name, NO_ANSWER, f"{measured}: the two figures contradict each other")
@@ -236,13 +237,3 @@ def _judge(check: SpeedCheck) -> SpeedVerdict:
     return SpeedVerdict(
         name, REFUTED, f"{measured}: its device is not slow, look at its data and at its host"
     )
-
-
-def _judge_link(check: SpeedCheck) -> SpeedVerdict:
-    name, witness = check.asked
-    is_slow, why = judge_link(
-        LinkEcho(name, check.echoes[name], check.answers[name][0]),
-        LinkEcho(witness, check.echoes[witness], check.answers[witness][0]),
-    )
-    verdict = NO_ANSWER if is_slow is None else CONFIRMED if is_slow else REFUTED
-    return SpeedVerdict(name, verdict, why, is_about_link=True)

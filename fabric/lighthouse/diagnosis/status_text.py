@@ -1,22 +1,29 @@
-"""Sentences on what a job waits for, and on faults of its checkpoint servers.
+"""Sentences on what a job waits for, on the replicas that it misses, and on faults of its checkpoint servers.
 
-They say why, and until when as a time of day (UTC)."""
+They say why, and until when as a time of day (UTC). Status, page, metrics and alerts all read ``absences``,
+so that they agree.
+"""
 
 import math
+import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from signal import Signals
 
+from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
+from fabric.lighthouse.history.recovery import DOWN, LEFT, OUTSIDE, Absence, Recoveries
 from fabric.model import Member, Policy, Record, SnapshotRef, counted, first_of
 from fabric.protocol.leader.admission import Backoff
 from fabric.protocol.leader.core import LeaderCore
-from fabric.protocol.leader.liveness import Liveness, Peer
-from fabric.protocol.leader.server_statuses import LastStatus
+from fabric.protocol.leader.evidence import host_of
+from fabric.protocol.leader.liveness import Liveness, Peer, as_member
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages.network import Heartbeat, HeartbeatAck, LeaderMessage, TrainerStatus
+from fabric.protocol.nodes import ReplicaNodes
 from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_data
 
 # Faults of checkpoint servers: a server is silent although its trainer sends heartbeats, or durable
@@ -47,10 +54,15 @@ class CheckpointServers:
 
     def look(self, core: LeaderCore, now: float, note: Callable[[str, str, str], None]) -> None:
         """Look for changes, and ``note`` each as an event (kind, replica, why)."""
-        self._look_at_storage(core.state.liveness)
-        record = core.state.record
+        record, live = core.state.record, core.state.liveness
+        newest = max(live.durable(), key=lambda ref: (ref.generation, ref.step), default=None)
+        statuses = live.statuses().items()
+        errors = {name: status.durable_error for name, status in statuses if status.durable_error}
+        failing = self.failing if newest == self._newest else {}
+        failing |= {name: error for name, error in errors.items() if self._errors.get(name) != error}
+        self.failing = {name: error for name, error in failing.items() if name in errors}
+        self._newest, self._errors = newest, errors
         roster = record.roster if record is not None and not record.complete and not record.failed else ()
-        live = core.state.liveness
         silent = {x.replica: sentence for x in roster if (sentence := silence(live, x, now))}
         for replica, sentence in silent.items():
             if replica not in self.silent:
@@ -60,37 +72,21 @@ class CheckpointServers:
                 note("server heard", replica, "its checkpoint server answers again")
         self.silent = set(silent)
 
-    def _look_at_storage(self, liveness: Liveness) -> None:
-        newest = max(liveness.durable(), key=lambda ref: (ref.generation, ref.step), default=None)
-        statuses = liveness.statuses().items()
-        errors = {name: status.durable_error for name, status in statuses if status.durable_error}
-        if newest != self._newest:
-            self.failing.clear()
-        for name, error in errors.items():
-            if self._errors.get(name) != error:
-                self.failing[name] = error
-        self.failing = {name: error for name, error in self.failing.items() if name in errors}
-        self._newest, self._errors = newest, errors
-
 
 def silence(liveness: Liveness, member: Member, now: float) -> str:
     """Say that this member's checkpoint server is silent while its trainer beats, or return an empty text."""
     peer = liveness.peers.get(member.replica)
     if peer is None or not peer.connected or peer.incarnation != member.incarnation:
         return ""
-    for rank, status in _statuses(liveness, member):
+    for rank in range(len(member.addresses)):
+        status = liveness.statuses(rank).get(member.replica)
+        if status is None or status.incarnation != member.incarnation:
+            continue
         quiet_s = now - status.seen
-        if status.incarnation == member.incarnation and quiet_s >= SILENT_S + liveness.late_s:
+        if quiet_s >= SILENT_S + liveness.late_s:
             whose = f"the checkpoint server of its rank {rank}" if rank else "its checkpoint server"
             return f"{whose} has not answered for {quiet_s:.0f} s"
     return ""
-
-
-def _statuses(liveness: Liveness, member: Member) -> Iterator[tuple[int, LastStatus]]:
-    for rank in range(len(member.addresses)):
-        status = liveness.statuses(rank).get(member.replica)
-        if status is not None:
-            yield rank, status
 
 
 _NAMED = 8  # a sentence names this many replicas and counts the other replicas
@@ -192,7 +188,8 @@ def waiting_for(core: LeaderCore, now: float, left_by: int = 0) -> str:
         return f"replicas to begin the failed job again: {_waiting_to_start(core, now)}"
     if record.failed:
         return f"a person, to mend what failed and say `fabric retry`: {record.failed}"
-    return _waiting_in_epoch(core, record, now)
+    waits = chain(_waits_of_epoch(core, record, now), _waits_of_rounds(core, record, now))
+    return next(waits, "nothing: every member runs")
 
 
 class WaitSentence:
@@ -240,31 +237,68 @@ def _waiting_to_start(core: LeaderCore, now: float) -> str:
     )
 
 
-def _waiting_in_epoch(core: LeaderCore, record: Record, now: float) -> str:
-    """Describe the first condition that is not met; later conditions depend on it."""
-    for look in (
-        _waiting_to_evict,
-        _waiting_to_form_again,
-        _waiting_for_reports,
-        _waiting_for_members,
-        _waiting_for_data,
-        _waiting_to_enter,
-        _waiting_for_snapshots,
-        _waiting_to_end,
-        _waiting_to_link,
-        _waiting_in_step,
-        _waiting_in_exchange,
-    ):
-        text = look(core, record, now)
-        if text:
-            return text
-    return "nothing: every member runs"
+def _waits_of_epoch(core: LeaderCore, record: Record, now: float) -> Iterator[str]:
+    """Describe the conditions of an epoch that are not met, in order: later ones depend on earlier ones."""
+    epoch, live = core.state.epoch, core.state.liveness
+    if epoch.pending_evictions:
+        yield _waiting_to_evict(core, record, now)
+    if epoch.aborted:
+        due = time_of_day(max(core.rebuilds.rebuild_due, now), now)
+        if epoch.unreachable:
+            links = [f"{name} to {other}" for name, to in sorted(epoch.unreachable.items()) for other in to]
+            yield f"all complaints of missing links (so far {_some(links)}), to leave some out at {due}"
+        who = _some(sorted(epoch.aborted))
+        yield f"a death that explains why {who} aborted, before forming again at {due}"
+    if record.is_forced and epoch.decision is None:
+        silent = [x.replica for x in record.roster if x.replica not in epoch.reports]
+        if not silent:
+            yield "a decision of a person: the reports contradict each other, see the events"
+        begun = max(epoch.since, live.elected)
+        yield f"the report of {_some(silent)} on epoch {record.epoch}{_heard(core, silent, begun, now)}"
+    if len(record.roster) < core.limits.least:
+        text = f"replicas: {len(record.roster)} of at least {core.limits.least} are members"
+        if record.overrides.paused:
+            yield f"{text}; joins are paused {record.overrides.paused}"
+        outside = [
+            f"; {name} is outside: {why}"
+            for name, why in sorted(core.admission.waiting_outside.items())
+            if name in live.peers and not live.suspicion(live.peers[name].session, now)
+        ]
+        yield text + "".join(outside[:_NAMED])
+    if waits_for_data(record.sharing, record.roster):
+        shard = lost_parts(record.sharing, record.roster)[0]
+        data_slots = ", ".join(map(str, readers_of(shard, record.sharing)))
+        yield f"a replica that can read shard {shard}: none of the members can, data slots {data_slots} could"
+
+
+def _waits_of_rounds(core: LeaderCore, record: Record, now: float) -> Iterator[str]:
+    """Describe what the members' rounds wait for, in the same order."""
+    epoch, finished = core.state.epoch, core.endings.finished
+    if away := [x.replica for x in record.roster if x.replica not in epoch.running]:
+        heard = _heard(core, away, None, now)
+        yield f"{_some(away)} to enter the first round of epoch {record.epoch}{heard}"
+    for joiner, serving in sorted(core.joins.serving.items()):
+        late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
+        if not serving.has_sources and late:
+            heard = _heard(core, late, None, now)
+            yield f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{heard}"
+    late = [x.replica for x in record.roster if x.replica not in finished and not x.leaving]
+    if finished and late:  # the finished members wait for the others
+        yield f"{_some(late)} to finish as {_some(sorted(finished))} did{_heard(core, late, None, now)}"
+    beats, links_s = _beats(core, record), now - max(epoch.since, epoch.decided_at)
+    linking = [name for name, beat in beats.items() if beat.is_linking]
+    if linking and links_s >= _WORTH_S:  # they cannot contribute yet
+        yield f"the links of {_some(linking)} in epoch {record.epoch}, for {links_s:.1f} s now"
+    if text := _waiting_in_step(core, record, now):
+        yield text
+    steps, stalled_s = {beat.step for beat in beats.values()}, now - core.progress.last_step_at
+    are_in = len(beats) == len(record.roster) and all(beat.waits for beat in beats.values())
+    if are_in and len(steps) == 1 and stalled_s >= _LONG_S:  # every member waits for bytes
+        yield f"the exchange of step {steps.pop()}, in which every member is, for {stalled_s:.1f} s now"
 
 
 def _waiting_to_evict(core: LeaderCore, record: Record, now: float) -> str:
     epoch = core.state.epoch
-    if not epoch.pending_evictions:
-        return ""
     left = [x for x in record.roster if x.replica not in epoch.pending_evictions]
     if any(not x.joining or x.replica in epoch.running for x in left):
         return f"further deaths within {core.state.config.coalesce_s:g} s, to evict them together"
@@ -280,77 +314,6 @@ def _waiting_to_evict(core: LeaderCore, record: Record, now: float) -> str:
     )
 
 
-def _waiting_to_form_again(core: LeaderCore, _: Record, now: float) -> str:
-    epoch = core.state.epoch
-    if not epoch.aborted:
-        return ""
-    due = time_of_day(max(core.rebuilds.rebuild_due, now), now)
-    if epoch.unreachable:
-        links = [f"{name} to {other}" for name, to in sorted(epoch.unreachable.items()) for other in to]
-        return f"all complaints of missing links (so far {_some(links)}), to leave some out at {due}"
-    who = _some(sorted(epoch.aborted))
-    return f"a death that explains why {who} aborted, before forming again at {due}"
-
-
-def _waiting_for_reports(core: LeaderCore, record: Record, now: float) -> str:
-    epoch = core.state.epoch
-    if not record.is_forced or epoch.decision is not None:
-        return ""
-    silent = [x.replica for x in record.roster if x.replica not in epoch.reports]
-    if not silent:
-        return "a decision of a person: the reports contradict each other, see the events"
-    begun = max(epoch.since, core.state.liveness.elected)
-    return f"the report of {_some(silent)} on epoch {record.epoch}{_heard(core, silent, begun, now)}"
-
-
-def _waiting_for_members(core: LeaderCore, record: Record, now: float) -> str:
-    if len(record.roster) >= core.limits.least:
-        return ""
-    text = f"replicas: {len(record.roster)} of at least {core.limits.least} are members"
-    if record.overrides.paused:
-        return f"{text}; joins are paused {record.overrides.paused}"
-    live = core.state.liveness
-    outside = [
-        f"; {name} is outside: {why}"
-        for name, why in sorted(core.admission.waiting_outside.items())
-        if name in live.peers and not live.suspicion(live.peers[name].session, now)
-    ]
-    return text + "".join(outside[:_NAMED])
-
-
-def _waiting_to_enter(core: LeaderCore, record: Record, now: float) -> str:
-    away = [x.replica for x in record.roster if x.replica not in core.state.epoch.running]
-    if not away:
-        return ""
-    return f"{_some(away)} to enter the first round of epoch {record.epoch}{_heard(core, away, None, now)}"
-
-
-def _waiting_for_snapshots(core: LeaderCore, _: Record, now: float) -> str:
-    for joiner, serving in sorted(core.joins.serving.items()):
-        late = [x for x in serving.asked if x not in serving.taken and x not in serving.missed]
-        if not serving.has_sources and late:
-            last_heard = _heard(core, late, None, now)
-            return f"{_some(sorted(late))} to take a snapshot at step {serving.step} for {joiner}{last_heard}"
-    return ""
-
-
-def _waiting_for_data(_: LeaderCore, record: Record, _now: float) -> str:
-    if not waits_for_data(record.sharing, record.roster):
-        return ""
-    shard = lost_parts(record.sharing, record.roster)[0]
-    data_slots = ", ".join(str(data_slot) for data_slot in readers_of(shard, record.sharing))
-    return f"a replica that can read shard {shard}: none of the members can, data slots {data_slots} could"
-
-
-def _waiting_to_end(core: LeaderCore, record: Record, now: float) -> str:
-    """Describe the members that have not finished, for which the finished members wait."""
-    late = [x.replica for x in record.roster if x.replica not in core.endings.finished and not x.leaving]
-    if not core.endings.finished or not late:
-        return ""
-    early = _some(sorted(core.endings.finished))
-    return f"{_some(late)} to finish as {early} did{_heard(core, late, None, now)}"
-
-
 def _beats(core: LeaderCore, record: Record) -> dict[str, Heartbeat]:
     """Return the newest heartbeats of this epoch, by member."""
     beats = {}
@@ -359,29 +322,6 @@ def _beats(core: LeaderCore, record: Record) -> dict[str, Heartbeat]:
         if peer is not None and peer.connected and peer.incarnation == member.incarnation and peer.beat:
             beats[member.replica] = peer.beat
     return {name: beat for name, beat in beats.items() if beat.epoch == record.epoch}
-
-
-def _waiting_to_link(core: LeaderCore, record: Record, now: float) -> str:
-    """Describe members whose links of this epoch take long to connect; they cannot contribute yet."""
-    since = max(core.state.epoch.since, core.state.epoch.decided_at)
-    if now - since < _WORTH_S:
-        return ""
-    linking = [name for name, beat in _beats(core, record).items() if beat.is_linking]
-    if not linking:
-        return ""
-    return f"the links of {_some(linking)} in epoch {record.epoch}, for {now - since:.1f} s now"
-
-
-def _waiting_in_exchange(core: LeaderCore, record: Record, now: float) -> str:
-    """Describe an exchange in which every member waits for bytes."""
-    beats = _beats(core, record)
-    if now - core.progress.last_step_at < _LONG_S or len(beats) < len(record.roster):
-        return ""
-    steps = {beat.step for beat in beats.values()}
-    if len(steps) > 1 or not all(beat.waits for beat in beats.values()):
-        return ""
-    stalled_s = now - core.progress.last_step_at
-    return f"the exchange of step {steps.pop()}, in which every member is, for {stalled_s:.1f} s now"
 
 
 def _waiting_in_step(core: LeaderCore, record: Record, now: float) -> str:
@@ -396,24 +336,23 @@ def _waiting_in_step(core: LeaderCore, record: Record, now: float) -> str:
     if not awaited:
         return ""
     # A member that is still in user code explains the wait better than a slow link.
-    absent = [x for x in awaited if not _is_back(core.state.liveness.peers[x[1]], x[2])]
+    beats = {name: core.state.liveness.peers[name].beat for _, name, _ in awaited}
+    absent = [
+        (since, name, step)
+        for since, name, step in awaited
+        if not ((beat := beats[name]) and beat.step == step and beat.waits and not beat.busy)
+    ]
     if not absent:
         return _waiting_for_bytes(core, awaited, now)
-    awaited = absent
-    since, name, step = min(awaited)
-    peer = core.state.liveness.peers[name]
-    busy = f"busy with {peer.beat.busy}" if peer.beat is not None and peer.beat.busy else "in user code"
-    others = f" (and {len(awaited) - 1} more)" if len(awaited) > 1 else ""
+    since, name, step = min(absent)
+    beat = beats[name]
+    busy = f"busy with {beat.busy}" if beat is not None and beat.busy else "in user code"
+    others = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
     last_heard = _heard(core, [name], since, now)
     member = record.member(name)
     if member is not None and (trouble := silence(core.state.liveness, member, now)):
         last_heard += f"; {trouble}"
     return f"{name}{others}, {busy} in step {step}, for {now - since:.1f} s now{last_heard}"
-
-
-def _is_back(peer: Peer, step: int) -> bool:
-    """Whether the member's main thread has returned from user code in this step and waits."""
-    return peer.beat is not None and peer.beat.step == step and peer.beat.waits and not peer.beat.busy
 
 
 def _waiting_for_bytes(core: LeaderCore, stalls: list[tuple[float, str, int]], now: float) -> str:
@@ -445,4 +384,175 @@ def _heard(core: LeaderCore, names: list[str], since: float | None, now: float) 
     if since is not None:
         until = since + max(core.state.patience_s(peer) for peer in peers)
         text += f", may take until {time_of_day(until, now)}"
+    return text
+
+
+# The end of a reason such as "its trainer has been stopped for 0.16 s", which was true at the eviction alone.
+_DURATION = re.compile(r" (?:for )?\d+\.\d+ s\b(?: ago)?")
+
+
+def absences(
+    core: LeaderCore,
+    recoveries: Recoveries,
+    now: float,
+    addresses: PeerAddresses | None = None,
+    nodes: Mapping[str, ReplicaNodes] = {},
+) -> list[Absence]:
+    """Return the replicas that a job misses, by name: failed, lost, drained, or never seen.
+
+    ``nodes`` has the hosts of each replica of several hosts.
+    """
+    refused_at = addresses.refused_at if addresses is not None else lambda _: 0.0
+    absent = _without_hosts(core, _absences(core, recoveries, now), nodes, now)
+    return [
+        replace(x, why=f"{x.why}; a wrong token for this job has come from its address")
+        if x.state == DOWN and refused_at(x.replica) > x.since
+        else x
+        for x in absent
+    ]
+
+
+def _absences(core: LeaderCore, recoveries: Recoveries, now: float) -> list[Absence]:
+    record = core.state.record
+    if record is None:
+        return _launched(core, recoveries, {}, now)
+    if record.complete or record.failed:
+        return []
+    by_name = {}
+    for member in record.roster:
+        liveness, pending = core.state.liveness, core.state.epoch.pending_evictions
+        if why := pending.get(member.replica) or liveness.failure_reason(member, now):
+            since = time.time() - (now - liveness.last_contact(member, now))
+            lasting = _DURATION.sub("", why)
+            by_name[member.replica] = Absence(member.replica, DOWN, lasting, since, host_of(member), True)
+    for recovery in recoveries.kept:
+        for name, back in recovery.lost.items():
+            if not (back.joined or back.replaced_by) and record.member(name) is None:
+                why = back.why or recovery.why
+                by_name[name] = _outside(core, name, why, recovery.detected, back.host, now)
+    by_name = {**{x: gone for x, gone in recoveries.left.items() if record.member(x) is None}, **by_name}
+    lacked = core.state.config.policy.start_replicas - len(record.roster)
+    lacked -= sum(not x.is_member for x in by_name.values())
+    for name in sorted(record.strangers(core.state.liveness.peers.keys()) - by_name.keys()):
+        # No record of its loss is left, as the store was away.
+        peer = _living(core, name, now)
+        if lacked > 0 and peer is not None and not peer.session.spare:
+            since, host = time.time() - (now - peer.opened), host_of(as_member(peer.session))
+            by_name[name], lacked = _outside(core, name, "", since, host, now), lacked - 1
+    return _launched(core, recoveries, by_name, now)
+
+
+def _launched(
+    core: LeaderCore, recoveries: Recoveries, by_name: dict[str, Absence], now: float
+) -> list[Absence]:
+    """Add the launchers' reports: the reason of an absence, and replicas whose processes never attach."""
+    absent = dict(by_name)
+    for name, report in recoveries.launches.newest.items():
+        before, record = by_name.get(name), core.state.record
+        if _living(core, name, now) is not None:
+            continue
+        if before is not None:
+            if report.is_refused and report.at < before.since:
+                continue  # another process of its name was refused while it trained
+            why = "; ".join(filter(None, ("" if report.is_refused else before.why, report.sentence)))
+            host, state = before.host or report.host, DOWN if report.is_refused else before.state
+            absent[name] = replace(before, state=state, why=why, host=host, last_line=report.last_line)
+        elif (
+            record is not None
+            and not report.host
+            and len(record.roster) >= core.state.config.policy.start_replicas
+        ):
+            continue  # a refused stranger may be meant for another job of this name
+        elif not report.is_spare and (record is None or record.member(name) is None):
+            why, last = report.sentence, report.last_line
+            absent[name] = Absence(name, DOWN, why, report.at, report.host, False, last)
+    return [absent[name] for name in sorted(absent)]
+
+
+def _without_hosts(
+    core: LeaderCore, absent: list[Absence], nodes: Mapping[str, ReplicaNodes], now: float
+) -> list[Absence]:
+    """Say which hosts an absent replica of several hosts lacks; add those that have never attached."""
+    record, by_name = core.state.record, {x.replica: x for x in absent}
+    if not nodes or (record is not None and (record.complete or record.failed)):
+        return absent
+    lacks = record is None or len(record.roster) < core.state.config.policy.start_replicas
+    for name, of_replica in nodes.items():
+        gone = [host for host in of_replica.rows(now) if host.state == "missing"]
+        before = by_name.get(name)
+        if not gone or _living(core, name, now) is not None or not (before or lacks or of_replica.attempt[0]):
+            continue
+        if before is None:
+            before = Absence(name, DOWN, "", time.time() - max(host.for_s for host in gone), "", False)
+        which = first_of([host.why for host in gone])
+        why = "; ".join(filter(None, (before.why, f"it waits for a host: {which}")))
+        hosts = first_of([host.host for host in gone if host.host])
+        by_name[name] = replace(before, why=why, host=hosts or before.host)
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def _outside(core: LeaderCore, name: str, why: str, since: float, host: str, now: float) -> Absence:
+    """Describe a lost replica by its new process, if it has one."""
+    peer = _living(core, name, now)
+    if peer is None:
+        return Absence(name, DOWN, _DURATION.sub("", why), since, host, False)
+    return Absence(name, OUTSIDE, outside_because(core, peer, now), since, host, False)
+
+
+def _living(core: LeaderCore, name: str, now: float) -> Peer | None:
+    """Return the replica's process that has a session; None without one, and while it seems to be dead."""
+    peer = core.state.liveness.peers.get(name)
+    is_dead = peer is None or not peer.connected or core.state.liveness.suspicion(peer.session, now)
+    return None if is_dead else peer
+
+
+def left_by(core: LeaderCore, recoveries: Recoveries, now: float, before: int) -> int:
+    """Return the signal that has ended the launcher of every replica that trained the newest step; else 0.
+
+    Such a job is left, and does not stand still. It stays left, as ``before`` says, until somebody tries to
+    train again: a session, or a launcher that starts its replica again.
+    """
+    record, reports = core.state.record, recoveries.launches.newest
+    if core.state.is_complete or any(_living(core, name, now) for name in core.state.liveness.peers):
+        return 0
+    trained = set(record.names) if record is not None else {x for x in reports if reports[x].host}
+    for recovery in recoveries.kept:
+        if not recovery.step_committed:
+            trained |= {x for x, back in recovery.lost.items() if not (back.joined or back.replaced_by)}
+    signals = [reports[name].stopped_by if name in reports else 0 for name in trained]
+    if signals and all(signals):
+        return max(signals)
+    return 0 if any(report.host and not report.gave_up for report in reports.values()) else before
+
+
+def counts(core: LeaderCore, absent: Sequence[Absence]) -> tuple[int, int]:
+    """Return how many replicas train, and how many the job wants.
+
+    The job wants as many as it starts with, and those it lost, up to the maximum that is in force.
+    """
+    record = core.state.record
+    if record is None:
+        able = len(core.starts.candidates())
+        return able, max(core.state.config.policy.start_replicas, able + len(absent))
+    training = len(record.roster) - sum(absence.is_member for absence in absent)
+    lost = sum(absence.state != LEFT for absence in absent)
+    wanted = min(core.limits.most, max(core.state.config.policy.start_replicas, training + lost))
+    return training, max(training, wanted)
+
+
+def headline(core: LeaderCore, absent: Sequence[Absence]) -> str:
+    """Say how many replicas train, and name each missing one with its time, reason and host."""
+    record = core.state.record
+    if record is not None and record.complete:
+        return f"complete: {record.reason}"
+    if record is not None and record.failed:
+        return f"failed: {record.failed}"
+    training, wanted = counts(core, absent)
+    text = f"{training} of {counted(wanted, 'replica')}"
+    named = [absence for absence in absent if absence.state != LEFT or training < wanted]
+    text += "".join(f"; {absence.sentence}" for absence in named[:_NAMED])
+    if len(named) > _NAMED:
+        return f"{text}; and {len(named) - _NAMED} more"
+    if record is not None and (unknown := wanted - training - len(named)) > 0:
+        text += f"; {counted(unknown, 'replica')} not seen since this lighthouse leads"
     return text

@@ -5,7 +5,7 @@ rank that did not enter the exchange, mend a program whose ranks call different 
 network. Any other failure is unknown, and the diagnosis shows all probes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,57 +133,48 @@ class Diagnosis:
 
 
 def diagnose(case: Symptoms, seen: Sequence[RankProbe]) -> Diagnosis:
-    """Return the first verdict that symptoms and probes support; the most certain rule is tried first."""
-    for rule in (
-        _stopped,
-        _mismatched,
-        _gone,
-        _cut_link,
-        _behind_in_collectives,
-        _slow_link,
-        _did_not_come,
-        _silent,
-    ):
-        finding = rule(case, seen)
-        if finding is not None:
-            verdict, about, why = finding
-            return Diagnosis(verdict, about, why, seen=tuple(seen))
-    about = case.concerned()
+    """Return the first verdict that symptoms and probes support."""
+    for verdict, about, why in _findings(case, seen):
+        return Diagnosis(verdict, about, why, seen=tuple(seen))
     reasons = "; ".join(f"{name}: {why}" for name, why in sorted(case.condemned.items()))
-    return Diagnosis(UNKNOWN, about, reasons or "nothing that was seen explains it", seen=tuple(seen))
+    why = reasons or "nothing that was seen explains it"
+    return Diagnosis(UNKNOWN, case.concerned(), why, seen=tuple(seen))
 
 
 Finding = tuple[str, tuple[str, ...], str]
 
 
-def _stopped(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
+def _findings(case: Symptoms, seen: Sequence[RankProbe]) -> Iterator[Finding]:
+    """Judge by one rule after the other, the most certain first."""
+    named, processes = case.concerned(), case.processes
     for probe in seen:
         if probe.process == "stopped":
             why = f"process {probe.pid} of {probe.name} is stopped (SIGSTOP, or a debugger)"
-            return STOPPED, (probe.replica,), why
-    for name in case.concerned():
-        if case.processes.get(name) == "stopped":
-            return STOPPED, (name,), f"the kernel says that the process of {name} is stopped"
-    return None
-
-
-def _mismatched(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
+            yield STOPPED, (probe.replica,), why
+    for name in named:
+        if processes.get(name) == "stopped":
+            yield STOPPED, (name,), f"the kernel says that the process of {name} is stopped"
     for name, aborted in sorted(case.aborted.items()):
         if aborted.mismatch:
-            return MISMATCH, tuple(dict.fromkeys(n for n in (name, aborted.about) if n)), aborted.why
-    finding = _in_collectives(seen, OPERATION, SIZES, DTYPE)
-    return (MISMATCH, *finding) if finding is not None else None
-
-
-def _gone(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    gone = [name for name in case.concerned() if case.processes.get(name) == "gone"]
+            yield MISMATCH, tuple(dict.fromkeys(n for n in (name, aborted.about) if n)), aborted.why
+    if finding := _in_collectives(seen, OPERATION, SIZES, DTYPE):
+        yield MISMATCH, *finding
+    gone = [name for name in named if processes.get(name) == "gone"]
     gone += [probe.replica for probe in seen if probe.process == "gone" and probe.replica not in gone]
     if gone:
-        return ABSENT, tuple(gone), f"the process of {', '.join(gone)} has ended"
-    return None
+        yield ABSENT, tuple(gone), f"the process of {', '.join(gone)} has ended"
+    yield from _cut_link(case)
+    # A rank has not entered a collective in which another rank of its replica waits.
+    if finding := _in_collectives(seen, ABSENT):
+        yield ABSENT, *finding
+    yield from _slow_link(case, seen)
+    yield from _did_not_come(case, seen)
+    if silent := [name for name in named if processes.get(name) == "silent"]:
+        why = f"nothing is heard of {', '.join(silent)}, nor of its checkpoint server"
+        yield ABSENT, tuple(silent), why
 
 
-def _cut_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
+def _cut_link(case: Symptoms) -> Iterator[Finding]:
     """Judge: members cannot reach others whose processes run."""
     pairs = {
         (min(name, other), max(name, other))
@@ -191,61 +182,37 @@ def _cut_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
         for other in a.unreachable
         if case.processes.get(other, "running") == "running"
     }
-    if not pairs:
-        return None
-    links = ", ".join(f"{a} and {b}" for a, b in sorted(pairs)[:_FRAMES])
-    ends = tuple(sorted({name for pair in pairs for name in pair}))
-    return CUT_LINK, ends, f"every process runs, and nothing gets through between {links}"
+    if pairs:
+        links = ", ".join(f"{a} and {b}" for a, b in sorted(pairs)[:_FRAMES])
+        ends = tuple(sorted({name for pair in pairs for name in pair}))
+        yield CUT_LINK, ends, f"every process runs, and nothing gets through between {links}"
 
 
-def _behind_in_collectives(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    """Judge: a rank has not entered a collective in which another rank of its replica waits."""
-    finding = _in_collectives(seen, ABSENT)
-    return (ABSENT, *finding) if finding is not None else None
-
-
-def _slow_link(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
+def _slow_link(case: Symptoms, seen: Sequence[RankProbe]) -> Iterator[Finding]:
     """Judge: every probed process runs and is in the exchange, but bytes do not arrive."""
-    if case.condemned:
-        return None
     complaints = {name: a for name, a in case.aborted.items() if a.about and a.about in case.names}
     come = {probe.replica for probe in seen if probe.has_come}
-    if not complaints or set(case.stuck()) - come:
-        return None
     ends = {*complaints, *(a.about for a in complaints.values())}
-    if any(case.processes.get(name) != "running" for name in ends):
-        return None
-    links = ", ".join(f"{a.about} to {name}" for name, a in sorted(complaints.items()))
-    if all(a.stalled for a in complaints.values()):
-        why = f"every process runs and is in the exchange, and bytes are late on the way from {links}"
-    else:
+    if case.condemned or not complaints or set(case.stuck()) - come:
+        return
+    if all(case.processes.get(name) == "running" for name in ends):
+        links = ", ".join(f"{a.about} to {name}" for name, a in sorted(complaints.items()))
         why = f"every process runs, and the link from {links} broke"
-    return SLOW_LINK, tuple(sorted(ends)), why
+        if all(a.stalled for a in complaints.values()):
+            why = f"every process runs and is in the exchange, and bytes are late on the way from {links}"
+        yield SLOW_LINK, tuple(sorted(ends)), why
 
 
-def _did_not_come(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
+def _did_not_come(case: Symptoms, seen: Sequence[RankProbe]) -> Iterator[Finding]:
     """Judge: a process runs but has not entered the exchange; its main thread shows why."""
-    absent = [
-        probe
-        for probe in seen
-        if probe.replica in (*case.stuck(), *case.condemned) and probe.process == "running"
-    ]
+    late = (*case.stuck(), *case.condemned)
+    absent = [probe for probe in seen if probe.replica in late and probe.process == "running"]
     # Judge a rank whose collectives have all ended first: no other rank holds this rank up.
     for probe in [*(x for x in absent if not x.is_in_collective), *absent]:
-        if not probe.main and not probe.kernel:
-            continue
-        stuck = (
-            "" if probe.how == "interpreter" else ", and holds the interpreter's lock" if probe.main else ""
-        )
-        return ABSENT, (probe.replica,), f"{probe.name} runs, and has not come{stuck}{_at(probe)}"
-    return None
-
-
-def _silent(case: Symptoms, seen: Sequence[RankProbe]) -> Finding | None:
-    silent = [name for name in case.concerned() if case.processes.get(name) == "silent"]
-    if silent:
-        return ABSENT, tuple(silent), f"nothing is heard of {', '.join(silent)}, nor of its checkpoint server"
-    return None
+        if probe.main or probe.kernel:
+            holds = probe.main and probe.how != "interpreter"
+            stuck = ", and holds the interpreter's lock" if holds else ""
+            yield ABSENT, (probe.replica,), f"{probe.name} runs, and has not come{stuck}{_at(probe)}"
 
 
 def _at(probe: RankProbe) -> str:

@@ -74,26 +74,21 @@ class GoodputLedger:
             self._count(self.state, now)
             self.state, self._stepped = RECOVERING, now
         elif stepped or self.state == RECOVERING:
-            self._on_step(look, now)
-        elif self.state == STALLED or self._stands_still(look, now):
-            self.state = STALLED
-            self._count(STALLED, now)
+            if self.state in (TRAINING, DEGRADED):
+                step_s = (now - self._stepped) / (look.step - self._step)
+                if step_s > self.stall_s:
+                    self.state = STALLED  # no leader observed the job during the fail-over
+                else:
+                    self._usual.append(step_s)
+            self._count(self.state, now)
+            self.state, self._stepped = _steady(look), now
+        else:
+            # While no member has reported a step, the time since the beginning counts.
+            stands_s = now - self._stepped if look.step >= 0 else now - self._begun
+            if self.state == STALLED or stands_s > (self.stall_s if look.step >= 0 else UNKNOWN_STALL_S):
+                self.state = STALLED
+                self._count(STALLED, now)
         self._step = max(self._step, look.step)
-
-    def _stands_still(self, look: JobSample, now: float) -> bool:
-        if look.step < 0:  # no member has reported a step yet
-            return now - self._begun > UNKNOWN_STALL_S
-        return now - self._stepped > self.stall_s
-
-    def _on_step(self, look: JobSample, now: float) -> None:
-        if self.state in (TRAINING, DEGRADED):
-            step_s = (now - self._stepped) / (look.step - self._step)
-            if step_s > self.stall_s:
-                self.state = STALLED  # no leader observed the job during the fail-over
-            else:
-                self._usual.append(step_s)
-        self._count(self.state, now)
-        self.state, self._stepped = _steady(look), now
 
     @property
     def stall_s(self) -> float:

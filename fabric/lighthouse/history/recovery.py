@@ -60,11 +60,6 @@ class LaunchReports:
         before = self.newest.get(replica)
         return before.at if before is not None else now
 
-    @property
-    def given_up(self) -> list[str]:
-        """The replicas that their launchers start no more, the oldest report first."""
-        return [name for name, report in self.newest.items() if report.gave_up]
-
     def ends_attached(self, replica: str) -> bool:
         """Whether the attempt that ended now had a session. The next attempt has none yet."""
         return self._attached.pop(replica, self) is None
@@ -93,14 +88,10 @@ class LaunchReports:
 
     def attached(self, replica: str) -> None:
         """Forget the report of a replica that has a session again."""
-        self.replaced(replica)
+        self.newest.pop(replica, None)
         self._attached[replica] = None
         if len(self._attached) > _MOST_ATTACHED:
             del self._attached[next(iter(self._attached))]
-
-    def replaced(self, replica: str) -> None:
-        """Forget the report of a replica whose place is taken."""
-        self.newest.pop(replica, None)
 
 
 # The number of newest records that are kept, in memory and in the store.
@@ -193,13 +184,11 @@ class Recoveries:
 
     def __init__(self) -> None:
         self.kept: list[RecoveryRecord] = []
-        self._pending: list[
-            RecoveryRecord
-        ] = []  # the open records among ``kept``, which the lighthouse examines after every event
+        self._pending: list[RecoveryRecord] = []  # the open ones of ``kept``, looked at after every event
         # The last NAMED drained replicas that are away, as this leader saw them.
         self.left: dict[str, Absence] = {}
         self.launches = LaunchReports()
-        self._record: Record | None = None
+        self.record: Record | None = None  # the last one seen; the first of a term answers no failure
         self._looked = 0.0
 
     @property
@@ -213,21 +202,21 @@ class Recoveries:
         self.kept = [by_id[number] for number in sorted(by_id)][-CAPACITY:]
         self._pending = [recovery for recovery in self.kept if recovery.is_open]
 
-    def begin(self, record: Record | None) -> None:
-        """Begin a term with ``record``, which counts as no answer to a failure."""
-        self._record = record
-
     def observe(self, core: LeaderCore, event: int, now: float) -> list[RecoveryRecord]:
         """Bring the records up to date; return those that changed. ``event``: the id of the newest event."""
         record, epoch = core.state.record, core.state.epoch
         changed: dict[int, RecoveryRecord] = {}
-        if record is not None and record is not self._record:
+        if record is not None and record is not self.record:
             self._note_departures(record, now)
             for recovery in [*self._on_record(core, record, event, now), *self._note_replacements(record)]:
                 changed[recovery.id] = recovery
-            self._record = record
+            self.record = record
         elif record is not None and (epoch.pending_evictions or epoch.aborted) and not self._unanswered():
-            recovery = self._open(core, event, now)
+            condemned = epoch.pending_evictions
+            reasons = condemned or {name: aborted.why for name, aborted in epoch.aborted.items()}
+            why = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
+            kind, incident_id = "death" if condemned else "abort", incident_id_of(record.epoch + 1)
+            recovery = self._open(event, kind, why, core.state.top_step(), now, incident_id)
             changed[recovery.id] = recovery
         few = record is None or len(record.roster) <= _MANY
         if few or changed or now - self._looked >= _LOOK_S:
@@ -235,28 +224,26 @@ class Recoveries:
             if changed:
                 self._pending = [recovery for recovery in self.kept if recovery.is_open]
             top = cache(core.state.top_step)  # computed once for all lost replicas: it looks at every member
-            for recovery in self._pending:
-                if _fill(recovery, core, now, top):
-                    changed[recovery.id] = recovery
+            changed |= {x.id: x for x in self._pending if _fill(x, core, now, top)}
         if changed:
             self._pending = [recovery for recovery in self.kept if recovery.is_open]
         return list(changed.values())
 
     def _note_departures(self, record: Record, now: float) -> None:
-        before = self._record.roster if self._record is not None else ()
-        for member in before:
-            if member.leaving and not record.lists(member.replica, member.incarnation):
-                why = self._record.reason if self._record is not None else record.reason
-                self.left[member.replica] = Absence(member.replica, LEFT, why, now, host_of(member), False)
+        before = self.record
+        for member in before.roster if before is not None else ():
+            if before is not None and member.leaving and not record.lists(*member.process):
+                host = host_of(member)
+                self.left[member.replica] = Absence(member.replica, LEFT, before.reason, now, host, False)
         for member in record.roster:
             self.left.pop(member.replica, None)
         self.left = dict(list(self.left.items())[-NAMED:])
 
     def _note_replacements(self, record: Record) -> list[RecoveryRecord]:
         """Let each replica of a new name take the place of the one that is away for longest."""
-        if self._record is None:
+        if self.record is None:
             return []
-        expected = {member.replica for member in self._record.roster}
+        expected = {member.replica for member in self.record.roster}
         lost = [
             (recovery, name)
             for recovery in self.kept
@@ -268,9 +255,10 @@ class Recoveries:
         names = [member.replica for member in record.roster if member.replica not in expected]
         for newcomer, (recovery, name) in zip(names, away, strict=False):
             recovery.lost[name].replaced_by = newcomer
-            self.launches.replaced(name)
-        for _, gone in zip(names[len(away) :], self.launches.given_up, strict=False):
-            self.launches.replaced(gone)
+            self.launches.newest.pop(name, None)
+        given_up = [name for name, report in self.launches.newest.items() if report.gave_up]
+        for _, gone in zip(names[len(away) :], given_up, strict=False):  # the oldest report first
+            del self.launches.newest[gone]
         return [recovery for recovery, _ in away[: len(names)]]
 
     def _unanswered(self) -> RecoveryRecord | None:
@@ -278,60 +266,43 @@ class Recoveries:
         newest = self.kept[-1] if self.kept else None
         return newest if newest is not None and not newest.epoch_committed else None
 
-    def _open(self, core: LeaderCore, event: int, now: float) -> RecoveryRecord:
-        condemned = core.state.epoch.pending_evictions
-        reasons = condemned or {name: aborted.why for name, aborted in core.state.epoch.aborted.items()}
-        why = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
-        kind, name = (
-            "death" if condemned else "abort",
-            incident_id_of(core.state.record.epoch + 1 if core.state.record else 1),
-        )
-        step = core.state.top_step()
-        recovery = RecoveryRecord(event, kind, shortened(why, 1000), step, now, incident_id=name)
+    def _open(
+        self, event: int, kind: str, why: str, step: int, now: float, incident_id: str
+    ) -> RecoveryRecord:
+        recovery = RecoveryRecord(event, kind, shortened(why, 1000), step, now, incident_id=incident_id)
         self.kept = [*self.kept, recovery][-CAPACITY:]
         return recovery
 
     def _on_record(self, core: LeaderCore, record: Record, event: int, now: float) -> list[RecoveryRecord]:
-        before = self._record
+        before = self.record
         if before is None or not record.is_forced or before.epoch == record.epoch:
             return []
         if self._unanswered() is None and _is_by_order(before, record):
             return []
-        recovery = self._unanswered() or self._open_late(core, record, event, now)
-        recovery.epoch, recovery.generation, recovery.incident_id = (
-            record.epoch,
-            record.generation,
-            record.incident_id,
+        # An eviction may begin and end within one event.
+        recovery = self._unanswered() or self._open(
+            event, "abort", record.reason, core.state.top_step(), now, record.incident_id
         )
-        recovery.epoch_committed = now
+        recovery.epoch, recovery.generation = record.epoch, record.generation
+        recovery.incident_id, recovery.epoch_committed = record.incident_id, now
+        whys = {x.replica: x.why for x in reversed(record.failures) if x.epoch == before.epoch}
         for member in before.roster:
             if not record.lists(member.replica, member.incarnation) and not member.leaving:
                 if recovery.kind == "abort" and recovery.why != shortened(record.reason, 1000):
                     # A peer noticed the failure first: put the epoch's reason before the peer's sentence.
                     recovery.why = shortened(f"{record.reason} ({recovery.why})", 1000)
                 recovery.kind = "death"
-                self._supersede(member, recovery, _why_lost(member.replica, before, record))
+                self._supersede(member, recovery, whys.get(member.replica, record.reason))
                 recovery.incarnations[member.replica] = member.incarnation
         if record.generation != before.generation:
             recovery.kind = "cold start"
             seen = max(0, recovery.step - record.base.step)
             recovery.steps_lost = core.bases.steps_lost if core.bases.steps_lost is not None else seen
-            recovery.micro_batches_lost = recovery.steps_lost * _micro_batches(core)
+            peers = core.state.liveness.peers.values()
+            micro_batches = max((peer.micro_batches for peer in peers), default=0)
+            recovery.micro_batches_lost = recovery.steps_lost * micro_batches
             recovery.step = record.base.step
         return [recovery]
-
-    def _open_late(self, core: LeaderCore, record: Record, event: int, now: float) -> RecoveryRecord:
-        """Open a record for an eviction that began and ended within one event."""
-        recovery = RecoveryRecord(
-            event,
-            "abort",
-            shortened(record.reason, 1000),
-            core.state.top_step(),
-            now,
-            incident_id=record.incident_id,
-        )
-        self.kept = [*self.kept, recovery][-CAPACITY:]
-        return recovery
 
     def _supersede(self, member: Member, recovery: RecoveryRecord, why: str) -> None:
         """End the wait of older records for a replica that is lost again."""
@@ -340,12 +311,6 @@ class Recoveries:
             if older is not recovery and replica in older.lost and not older.lost[replica].joined:
                 del older.lost[replica]
         recovery.lost[replica] = ReplicaReturn(why=shortened(why, 200), host=host_of(member))
-
-
-def _why_lost(replica: str, before: Record, record: Record) -> str:
-    """Return why ``record`` leaves this member of ``before`` out."""
-    whys = (x.why for x in record.failures if x.replica == replica and x.epoch == before.epoch)
-    return next(whys, record.reason)
 
 
 def _is_by_order(before: Record, record: Record) -> bool:
@@ -358,36 +323,25 @@ def _is_by_order(before: Record, record: Record) -> bool:
 
 def _fill(recovery: RecoveryRecord, core: LeaderCore, now: float, top: Callable[[], int]) -> bool:
     """Fill in the new facts; return whether there were any. ``top``: the job's newest step."""
-    record = core.state.record
+    record, epoch = core.state.record, core.state.epoch
     if record is None or not recovery.epoch_committed:
         return False
     changed = False
-    all_run = len(core.state.epoch.running) >= len(record.roster)
+    all_run = len(epoch.running) >= len(record.roster)
     if not recovery.links_up and (record.epoch > recovery.epoch or all_run):
         recovery.links_up, changed = now, True
-    changed = _note_resume(recovery, core) or changed
-    if not recovery.step_committed and _has_stepped(recovery, core, record, top):
-        recovery.links_up = recovery.links_up or now
-        recovery.step_committed, changed = now, True
+    if not recovery.step_committed:
+        if epoch.decision is not None and epoch.decision.step > recovery.step:
+            # The others go on from this step; a new leader did not know a step at the failure.
+            recovery.step, changed = epoch.decision.step, True
+        # Before the resume decision, reported steps are older than the failure.
+        is_decided = not record.is_forced or epoch.decision is not None
+        if record.complete or (is_decided and top() > recovery.step):
+            recovery.links_up = recovery.links_up or now
+            recovery.step_committed, changed = now, True
     for replica in recovery.lost:
         changed = _fill_return(recovery, replica, core, record, now, top) or changed
     return changed
-
-
-def _note_resume(recovery: RecoveryRecord, core: LeaderCore) -> bool:
-    """Note the step from which the others go on; a new leader did not know a step at the failure."""
-    decision = core.state.epoch.decision
-    if recovery.step_committed or decision is None or decision.step <= recovery.step:
-        return False
-    recovery.step = decision.step
-    return True
-
-
-def _has_stepped(recovery: RecoveryRecord, core: LeaderCore, record: Record, top: Callable[[], int]) -> bool:
-    """Whether a step was committed after the failure. Before the resume decision, reported steps are
-    older."""
-    is_decided = not record.is_forced or core.state.epoch.decision is not None
-    return record.complete or (is_decided and top() > recovery.step)
 
 
 def _fill_return(
@@ -415,10 +369,6 @@ def _fill_return(
     if member and replica in core.state.epoch.running:
         back.joined = now
     return before != (back.started, back.has_state, back.joined)
-
-
-def _micro_batches(core: LeaderCore) -> int:
-    return max((peer.micro_batches for peer in core.state.liveness.peers.values()), default=0)
 
 
 def recoverable(core: LeaderCore, now: float) -> dict[str, Any] | None:

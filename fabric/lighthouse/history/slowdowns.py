@@ -68,13 +68,12 @@ class SlowdownRecord:
 
     def take(self, state: SlowdownState) -> bool:
         """Bring this record up to date; return whether more than its cost has changed."""
-        before = (self.scope, self.ranks, self.cause)
-        is_worse = state.factor > self.factor
-        if is_worse or (state.scope, list(state.ranks)) != before[:2]:
+        before = (self.scope, self.ranks)
+        if state.factor > self.factor or (state.scope, list(state.ranks)) != before:
             self.scope, self.ranks, self.cause = state.scope, list(state.ranks), shortened(state.cause, 1000)
         self.factor = round(max(self.factor, state.factor), 3)
         self.steps, self.cost_s = state.steps, round(state.cost_s, 3)
-        return (self.scope, self.ranks) != before[:2]
+        return (self.scope, self.ranks) != before
 
     def to_json(self) -> dict[str, Any]:
         """Return the form for the store and for people."""
@@ -143,17 +142,17 @@ class Slowdowns:
         self.counts[state.scope] = self.counts.get(state.scope, 0) + 1
         return record
 
-    def note(self, kind: str, about: str, why: str, unix_s: float) -> SlowdownRecord | None:
+    def note(self, kind: str, about: str, why: str, unix_s: float) -> list[SlowdownRecord]:
         """Add an event about a slow replica to its record; return the record if it has changed."""
         record = self._open.get(about)
         if record is None or kind in _OWN_KINDS or len(record.actions) >= MOST_ACTIONS:
-            return None
+            return []
         record.actions.append(SlowdownAction(unix_s, kind, why[:300]))
-        return record
+        return [record]
 
-    def judge(self, replica: str, verdict: str) -> SlowdownRecord | None:
+    def judge(self, replica: str, verdict: str) -> list[SlowdownRecord]:
         """Set the micro-benchmark's verdict; return the record if it is open."""
-        record = self._open.get(replica)
-        if record is not None:
-            record.verdict = verdict
-        return record
+        if (record := self._open.get(replica)) is None:
+            return []
+        record.verdict = verdict
+        return [record]

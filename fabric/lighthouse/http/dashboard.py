@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
@@ -116,16 +116,9 @@ async def stream(
     The stream ends when ``leads`` says that this lighthouse no longer leads."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     await response.prepare(request)
-    async for kind, body in _news(job, looks, leads):
-        await response.write(f"event: {kind}\ndata: {body}\n\n".encode())
-    return response
-
-
-async def _news(job: Job, looks: StatusCache, leads: Callable[[], bool]) -> AsyncIterator[tuple[str, str]]:
     last_event, sent, sent_at = 0, {"job": "", "recoveries": ""}, time.monotonic()
     while leads() and job.is_running:
-        events = job.events.after(last_event)
-        news = []
+        events, news = job.events.after(last_event), list[tuple[str, str]]()
         if events:
             last_event = events[-1].id
             news.append(("events", json.dumps([asdict(event) for event in events[-200:]])))
@@ -136,7 +129,8 @@ async def _news(job: Job, looks: StatusCache, leads: Callable[[], bool]) -> Asyn
                 news.append((kind, body))
         if not news and time.monotonic() - sent_at > _SILENCE_S:
             news.append(("still", "{}"))
-        for item in news:
+        for kind, body in news:
             sent_at = time.monotonic()
-            yield item
+            await response.write(f"event: {kind}\ndata: {body}\n\n".encode())
         await asyncio.sleep(looks.period_s(job))
+    return response

@@ -11,15 +11,13 @@ from weakref import WeakKeyDictionary
 
 from msgspec import to_builtins
 
-from fabric.lighthouse.diagnosis.absences import headline
-from fabric.lighthouse.diagnosis.status_text import outside_because, silence, waiting_for
+from fabric.lighthouse.diagnosis.status_text import headline, outside_because, silence, waiting_for
 from fabric.lighthouse.history.recovery import Absence, recoverable
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import Member, Record, Sharing, StepTimes, first_of
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
-from fabric.protocol.leader.liveness import Peer, as_member
-from fabric.protocol.leader.server_statuses import LastStatus
+from fabric.protocol.leader.liveness import LastStatus, Peer, as_member
 from fabric.protocol.rules.assignment import readers_of
 from fabric.protocol.rules.spare import settle, stack_of
 
@@ -53,6 +51,14 @@ def shard_readers(record: Record | None) -> dict[str, Any] | None:
     }
     members = [_reader_view(member, sharing, on_data_slot) for member in record.roster]
     last_reader = {str(shard): names[0] for shard, names in readers.items() if len(names) == 1}
+    warning = ""
+    if last_reader and sharing.readers > 1:
+        named = first_of([f"{shard} ({replica})" for shard, replica in last_reader.items()], _NAMED)
+        shards = f"shard {named} has" if len(last_reader) == 1 else f"shards {named} have"
+        warning = (
+            f"{shards} one reader left: when it dies, {_LOSSES[sharing.on_loss]}; bring back a replica that "
+            "reads the same data"
+        )
     return {
         "redundancy": sharing.readers,
         "shards": sharing.data_slots,
@@ -61,7 +67,7 @@ def shard_readers(record: Record | None) -> dict[str, Any] | None:
         "members": members,
         "last_reader": last_reader,
         "lost": [shard for shard, names in readers.items() if not names],
-        "warning": _warning(last_reader, sharing) if sharing.readers > 1 else "",
+        "warning": warning,
     }
 
 
@@ -79,17 +85,6 @@ def _reader_view(member: Member, sharing: Sharing, present: Iterable[int]) -> di
         "reads": sorted(stack_of(slot, sharing.data_slots, sharing.readers)) if has_shard else [],
         "computes": [shard for shard, computed_on in enumerate(owner) if computed_on == slot],
     }
-
-
-def _warning(last_reader: dict[str, str], sharing: Sharing) -> str:
-    if not last_reader:
-        return ""
-    named = first_of([f"{shard} ({replica})" for shard, replica in last_reader.items()], _NAMED)
-    shards = f"shard {named} has" if len(last_reader) == 1 else f"shards {named} have"
-    return (
-        f"{shards} one reader left: when it dies, {_LOSSES[sharing.on_loss]}; bring back a replica that "
-        "reads the same data"
-    )
 
 
 # The status of each job as JSON, computed once for all viewers.
@@ -130,11 +125,10 @@ class StatusCache:
         """Return the job's status, computed at most ``period_s`` ago, and once for all viewers."""
         cached = self._newest.get(job)
         if cached is None or self._clock() - cached.at >= self.period_s(job):
-            task = self._under_way.get(job)
-            if task is None:
-                task = self._under_way[job] = asyncio.create_task(self._compute(job))
-                task.add_done_callback(lambda _: self._under_way.pop(job, None))
-            cached = await asyncio.shield(task)
+            if job not in self._under_way:
+                self._under_way[job] = asyncio.create_task(self._compute(job))
+                self._under_way[job].add_done_callback(lambda _: self._under_way.pop(job, None))
+            cached = await asyncio.shield(self._under_way[job])
         return cached
 
     async def _compute(self, job: Job) -> CachedStatus:
@@ -156,12 +150,15 @@ def job_line(job: Job, absent: list[Absence] | None = None) -> dict[str, Any]:
     record = job.core.state.record
     absent = job.absences() if absent is None else absent
     waiting = waiting_for(job.core, job.now, job.history.left_by)
+    peers = job.core.state.liveness.peers.values()
+    timed = [(peer.step, peer.times.loss) for peer in peers if peer.times is not None]
     return {
         "job": job.name,
         "generation": record.generation if record else 0,
         "epoch": record.epoch if record else 0,
         "step": job.core.state.top_step(),
-        "loss": _loss(job.core),
+        # Of the newest step that a member has told; empty where the user's code counts none.
+        "loss": max(timed, default=(0, ""))[1],
         "members": len(record.roster) if record else 0,
         "sessions": len(job.connections.sessions),
         "complete": bool(record and record.complete),
@@ -171,12 +168,6 @@ def job_line(job: Job, absent: list[Absence] | None = None) -> dict[str, Any]:
         # The headline has the reason of a failure.
         "waiting_for": waiting.removesuffix(f": {record.failed}" if record and record.failed else ""),
     }
-
-
-def _loss(core: LeaderCore) -> str:
-    """Return the loss of the newest step that a member has told; empty where the user's code counts none."""
-    timed = [(p.step, p.times.loss) for p in core.state.liveness.peers.values() if p.times is not None]
-    return max(timed, default=(0, ""))[1]
 
 
 async def job_text(job: Job, more: Mapping[str, Any] | None = None) -> str:
@@ -197,6 +188,13 @@ async def job_text(job: Job, more: Mapping[str, Any] | None = None) -> str:
 def _rows(job: Job) -> dict[str, Iterator[dict[str, Any]]]:
     core, now = job.core, job.now
     record = core.state.record
+    servers = [
+        (name, rank, status)
+        for rank, statuses in core.state.liveness.servers.counting.items()
+        for name, status in statuses.items()
+        if status.connected or not core.state.is_complete
+    ]
+    servers.sort(key=lambda entry: entry[:2])
     peers = sorted(core.state.liveness.peers.items())
     outside = [p for n, p in peers if not (record and record.lists(n, p.incarnation))]
     return {
@@ -205,7 +203,7 @@ def _rows(job: Job) -> dict[str, Iterator[dict[str, Any]]]:
         "joiners": (_joiner_view(core, peer, now) for peer in outside if peer.connected),
         "checkpoint_servers": (
             {"replica": name, "rank": rank, "incarnation": status.incarnation, **_status_view(status, now)}
-            for name, rank, status in _servers(core)
+            for name, rank, status in servers
         ),
     }
 
@@ -215,9 +213,16 @@ def _head(job: Job) -> dict[str, Any]:
     record = core.state.record
     roster = record.roster if record else ()
     absent = job.absences()
+    shown: dict[str, Any] | None = None
+    if record is not None:
+        shown = {**to_builtins(replace(record, roster=())), "is_forced": record.is_forced}
+        del shown["roster"]
+    checkpoints = core.state.liveness.durable()
+    newest = max(checkpoints, key=lambda ref: (ref.generation, ref.step, ref.digest), default=None)
+    behind = max(0, core.state.top_step() - newest.step) if newest is not None else 0
     return {
         **job_line(job, absent),
-        "record": _record_view(record),
+        "record": shown,
         "roster": [member.replica for member in roster],
         "policy": {
             **to_builtins(core.state.config.policy),
@@ -229,40 +234,11 @@ def _head(job: Job) -> dict[str, Any]:
         "absent": to_builtins(absent),
         "data_shards": shard_readers(record),
         "recoverable": recoverable(core, now),
-        "durable": _durable(core),
+        "durable": {**to_builtins(newest), "steps_behind": behind} if newest is not None else None,
         "durable_failing": job.servers.failing,
         "ledger": job.look_at_ledger().to_json(),
         "health": job.slowness.to_json(core),
     }
-
-
-def _servers(core: LeaderCore) -> list[tuple[str, int, LastStatus]]:
-    """Return the known checkpoint servers by replica and rank; for a complete job only the connected ones."""
-    servers = [
-        (name, rank, status)
-        for rank in core.state.liveness.servers.counting
-        for name, status in core.state.liveness.statuses(rank).items()
-        if status.connected or not core.state.is_complete
-    ]
-    return sorted(servers, key=lambda entry: entry[:2])
-
-
-def _durable(core: LeaderCore) -> dict[str, Any] | None:
-    """Return the newest durable checkpoint, and how many committed steps it is behind."""
-    newest = max(
-        core.state.liveness.durable(), key=lambda ref: (ref.generation, ref.step, ref.digest), default=None
-    )
-    if newest is None:
-        return None
-    return {**to_builtins(newest), "steps_behind": max(0, core.state.top_step() - newest.step)}
-
-
-def _record_view(record: Record | None) -> dict[str, Any] | None:
-    if record is None:
-        return None
-    body = to_builtins(replace(record, roster=()))
-    del body["roster"]
-    return {**body, "is_forced": record.is_forced}
 
 
 def _member_view(core: LeaderCore, member: Member, now: float) -> dict[str, Any]:
@@ -296,13 +272,10 @@ def _member_view(core: LeaderCore, member: Member, now: float) -> dict[str, Any]
 def _joiner_view(core: LeaderCore, peer: Peer, now: float) -> dict[str, Any]:
     session = peer.session
     status = core.state.liveness.statuses().get(session.replica)
+    shown = ("replica", "incarnation", "link", "ckpt", "spare")
     return {
-        "replica": session.replica,
-        "incarnation": session.incarnation,
-        "link": session.link,
+        **{name: getattr(session, name) for name in shown},
         "host": host_of(as_member(session)),
-        "ckpt": session.ckpt,
-        "spare": session.spare,
         **_session_view(peer, now),
         "trainer_status": _status_of(status, session.incarnation, now),
         "verdict": outside_because(core, peer, now),
@@ -326,11 +299,12 @@ def _session_view(peer: Peer | None, now: float) -> dict[str, Any]:
 
 
 def _times_view(times: StepTimes) -> dict[str, Any]:
-    ranks, measured = times.ranks[:_MOST_LISTED], times.measured[:_MOST_LISTED]
-    waiting_s, sending_s = (dict(list(x.items())[:_MOST_LISTED]) for x in (times.waiting_s, times.sending_s))
-    few = replace(times, work={}, ranks=ranks, measured=measured, waiting_s=waiting_s, sending_s=sending_s)
-    body: dict[str, Any] = to_builtins(few)
+    body: dict[str, Any] = to_builtins(replace(times, work={}))
     del body["work"]
+    for name in ("ranks", "measured"):
+        body[name] = body[name][:_MOST_LISTED]
+    for name in ("waiting_s", "sending_s"):
+        body[name] = dict(list(body[name].items())[:_MOST_LISTED])
     return body
 
 

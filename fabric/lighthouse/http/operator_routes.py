@@ -135,27 +135,10 @@ def _adapt_orders(body: dict[str, Any], who: str, why: str) -> list[io.Operator]
 
 def _check(job: Job, asked: io.Operator) -> None:
     """Raise Refused or ProtocolError for an impossible command, and change nothing."""
-    objection = job.core.orders.objection(asked)
-    if objection:
+    if objection := job.core.orders.objection(asked):
         raise Refused(objection)
-    if asked.action == "scale":
-        _check_scale(job, asked)
-
-
-def _note(job: Job, action: str) -> str:
-    """Return a consequence that the operator may not expect, or an empty string."""
-    core, record = job.core, job.core.state.record
-    if action == "retry":
-        return "It begins again when its replicas are started."
-    if record is not None and record.failed:
-        return "The job has failed: this holds when it is started again."
-    if action == "scale" and record is not None and len(record.roster) < core.limits.least:
-        count = counted(len(record.roster), "member")
-        return f"It has {count}: it stands still until it has {core.limits.least}."
-    return ""
-
-
-def _check_scale(job: Job, asked: io.Operator) -> None:
+    if asked.action != "scale":
+        return
     overrides, policy = job.core.limits.overrides, job.core.state.config.policy
     if asked.min_replicas is None and asked.max_replicas is None:
         raise ProtocolError('give "min", "max" or both: counts of replicas, 0 for what the replicas ask for')
@@ -169,6 +152,19 @@ def _check_scale(job: Job, asked: io.Operator) -> None:
         raise Refused(
             f"at least {least or policy.min_replicas} and at most {most} replicas cannot be: {advice}"
         )
+
+
+def _note(job: Job, action: str) -> str:
+    """Return a consequence that the operator may not expect, or an empty string."""
+    core, record = job.core, job.core.state.record
+    if action == "retry":
+        return "It begins again when its replicas are started."
+    if record is not None and record.failed:
+        return "The job has failed: this holds when it is started again."
+    if action == "scale" and record is not None and len(record.roster) < core.limits.least:
+        count = counted(len(record.roster), "member")
+        return f"It has {count}: it stands still until it has {core.limits.least}."
+    return ""
 
 
 async def body_of(request: web.Request, example: str) -> dict[str, Any]:

@@ -114,10 +114,7 @@ class Tokens:
     """``own`` opens every job, and each file in ``folder`` opens one job. Without both, every job is open."""
 
     def __init__(
-        self,
-        own: TokenFile | str | None,
-        folder: Path | None = None,
-        drill: TokenFile | str | None = None,
+        self, own: TokenFile | str | None, folder: Path | None = None, drill: TokenFile | str | None = None
     ) -> None:
         """``drill``: the token of operators who may drill every job; it opens nothing else but reading."""
         self._own = TokenFile.of(own)

@@ -83,7 +83,9 @@ class FastFrames(OuterProtocol):
                 size, begin = int.from_bytes(data[at + 2 : at + 4], "big"), at + 8
             if end < begin + size:  # the frame has not arrived whole, or even its size has not
                 break
-            body = _unmasked(data[begin - 4 : begin], data[begin : begin + size])
+            masks = int.from_bytes((data[begin - 4 : begin] * (size // 4 + 1))[:size], "little")
+            masked = int.from_bytes(data[begin : begin + size], "little")
+            body = (masked ^ masks).to_bytes(size, "little")
             if is_ping:
                 self._write(bytes((_PONG, size)) + body)
                 at = begin + size
@@ -99,12 +101,6 @@ class FastFrames(OuterProtocol):
         if self._is_over:
             rest, self._rest = self._rest, b""
             self._library.data_received(rest)
-
-
-def _unmasked(mask: bytes, body: bytes) -> bytes:
-    size = len(body)
-    masks = int.from_bytes((mask * (size // 4 + 1))[:size], "little")
-    return (int.from_bytes(body, "little") ^ masks).to_bytes(size, "little")
 
 
 log = logging.getLogger(__name__)

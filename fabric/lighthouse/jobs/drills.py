@@ -56,17 +56,8 @@ class DrillFault:
         return now < self.until and not (self.is_ended or self.undone or self.problem)
 
     def as_json(self) -> dict[str, object]:
-        return {
-            "number": self.number,
-            "fault": self.name,
-            "replica": self.replica,
-            "injector": self.injector,
-            "seconds": self.seconds,
-            "point": self.point,
-            "observed": self.observed,
-            "undone": self.undone,
-            "problem": self.problem,
-        }
+        shown = ("number", "replica", "injector", "seconds", "point", "observed", "undone", "problem")
+        return {"fault": self.name} | {name: getattr(self, name) for name in shown}
 
 
 @dataclass(slots=True)
@@ -179,32 +170,25 @@ class Drills:
         ``is_gone``: its trainer has ended, and this is its last request.
         """
         self.look()
-        self._note_injector(injector, is_gone=is_gone)
-        drill = self._drill
+        before, drill = self._injectors.get(injector.replica), self._drill
+        if not is_gone and (before is not None or len(self._injectors) < _MOST_INJECTORS):
+            self._injectors[injector.replica] = injector
+        elif before is not None and before.id == injector.id:
+            del self._injectors[injector.replica]
         if drill is None:
             return {"drill": "", "faults": []}
         own = [x for x in drill.faults.values() if x.injector == injector.id]
         for fault in own if drill.id == drill_id else ():
             self._take(drill, fault, reports.get(fault.number, {}))
         for fault in drill.faults.values():
-            if fault.replica == injector.replica and fault.injector != injector.id and not is_gone:
-                self._replaced(drill, fault, injector)
+            if fault.replica != injector.replica or fault.injector == injector.id or is_gone:
+                continue
+            # Another process has taken the place of the one that the fault was for.
+            if fault.observed and not fault.undone:
+                self._take(drill, fault, {"undone": f"process {injector.pid} of {fault.replica} started"})
+            elif not fault.observed and not fault.problem:
+                self._take(drill, fault, {"problem": "its process was replaced before the fault happened"})
         return {"drill": drill.id, "faults": [x.as_json() for x in own if x.is_in_force(self._clock())]}
-
-    def _note_injector(self, injector: AskingInjector, *, is_gone: bool) -> None:
-        before = self._injectors.get(injector.replica)
-        if is_gone:
-            if before is not None and before.id == injector.id:
-                del self._injectors[injector.replica]
-        elif before is not None or len(self._injectors) < _MOST_INJECTORS:
-            self._injectors[injector.replica] = injector
-
-    def _replaced(self, drill: Drill, fault: DrillFault, injector: AskingInjector) -> None:
-        """Note that another process has taken the place of the one that the fault was for."""
-        if fault.observed and not fault.undone:
-            self._take(drill, fault, {"undone": f"process {injector.pid} of {fault.replica} started"})
-        elif not fault.observed and not fault.problem:
-            self._take(drill, fault, {"problem": "its process was replaced before the fault happened"})
 
     def as_json(self) -> dict[str, Any]:
         """Return the drill under way with its faults, and the replicas that allow drills."""

@@ -25,7 +25,6 @@ from fabric.lighthouse.connections.connection import (
     terms_of,
     text_frame,
 )
-from fabric.lighthouse.diagnosis.absences import absences, counts
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch
@@ -33,6 +32,8 @@ from fabric.lighthouse.diagnosis.status_text import (
     CheckpointServers,
     HeardStatus,
     WaitSentence,
+    absences,
+    counts,
     no_room,
     numbers,
     others,
@@ -234,8 +235,7 @@ class RecordTasks:
         self._shell.answer(asker, failed if why else io.RecordWritten(record.nonce))
 
     async def _read(self, asker: object) -> None:
-        record = await self._read_stubbornly(asker)
-        self._shell.answer(asker, io.RecordRead(record))
+        self._shell.answer(asker, io.RecordRead(await self._read_stubbornly(asker)))
 
     async def _read_stubbornly(self, asker: object) -> Record | None:
         """Return the record. Ask the store until it answers or the asker no longer waits."""
@@ -307,7 +307,7 @@ class Job:
         self.history = JobHistory(name, context, stored, past)
         self.servers = CheckpointServers()
         self._context = context
-        self._stored = stored
+        self.stored = stored
         self._records = RecordTasks(self, context, stored)
         self._driver: Driver[io.Event, io.Effect] | None = None
         self._retention = Retention(time.time(), context.clock())
@@ -348,11 +348,6 @@ class Job:
         reports = self.history.recoveries.launches.newest.values()
         return is_new and self.connections.are_none and not any(report.host for report in reports)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the job has finished."""
-        return self.core.state.is_complete
-
     def is_over_since(self, seconds: float, unix_s: float) -> bool:
         """Whether the job was complete ``seconds`` ago, and no process has a connection."""
         record = self.core.state.record
@@ -361,10 +356,6 @@ class Job:
             self._retention.is_in_use()
             return False
         return self._retention.is_over(record.ended, seconds, unix_s, self.now)
-
-    async def delete(self) -> bool:
-        """Remove all keys of the job from the store. Raises StoreError."""
-        return await self._stored.delete()
 
     @property
     def gauges(self) -> JobGauges:
@@ -380,14 +371,14 @@ class Job:
             heartbeat_age_seconds=self.now - min(seen, default=self.now),
             ledger=ledger,
             left_by_signal=left_by,
-            job_complete=self.is_complete,
+            job_complete=core.state.is_complete,
             job_failed=record is not None and bool(record.failed),
             job=self.name,
             epoch=record.epoch if record else 0,
             steps=core.state.top_step(),
             members=len(record.roster) if record else 0,
             replicas_missing=missing
-            if (record or absent) and not (self.is_complete or core.endings.refused_for or left_by)
+            if (record or absent) and not (core.state.is_complete or core.endings.refused_for or left_by)
             else 0,
             absent=absent,
             troubles=self._troubles(),
@@ -467,7 +458,11 @@ class Job:
 
     def open(self, connection: MemberConnection, session: m.OpenSession, policy: Policy) -> bool:
         """Open a session, or open it again; return False when the core refused it and it is being closed."""
-        if reason := self._refusal(session, policy):
+        record, allowed = self.core.state.record, self.max_replicas
+        needed = policy.min_replicas if record is None else 0
+        count = others(session.replica, self.connections.sessions, record, allowed)
+        reason = no_room(self.name, session.replica, count, needed, allowed)
+        if reason := reason or self.peer_addresses.stranger(session):
             self.note(REFUSED, session.replica, reason)
             self.connections.refuse(connection, reason)
             return False
@@ -492,14 +487,6 @@ class Job:
         self.connections.opened(connection)
         self.history.recoveries.launches.attached(session.replica)
         return True
-
-    def _refusal(self, session: m.OpenSession, policy: Policy) -> str:
-        """Return why this lighthouse refuses the session before the core hears it, or an empty string."""
-        record, allowed = self.core.state.record, self.max_replicas
-        needed = policy.min_replicas if record is None else 0
-        count = others(session.replica, self.connections.sessions, record, allowed)
-        reason = no_room(self.name, session.replica, count, needed, allowed)
-        return reason or self.peer_addresses.stranger(session)
 
     def _allowed_policy(self, replica: str, policy: Policy) -> Policy:
         """Return the policy that this replica asks for, cut to this lighthouse's limits."""
@@ -619,8 +606,10 @@ class Job:
         if is_new:
             self._changed.set()
             self._changed = asyncio.Event()
-            self._count_evictions(self._record, self.core.state.record)
-            self._record = self.core.state.record
+            before, self._record = self._record, self.core.state.record
+            gone = self._record.gone_since(before) if self._record is not None else []
+            if gone:
+                self._context.metrics.evicted(self.name, len(gone))
             if self._record is not None:
                 # Checkpoint servers log which epoch is in force and why, as the replicas do.
                 self.connections.notify_servers(notice_of(self._record, len(self.connections.servers)))
@@ -634,21 +623,18 @@ class Job:
     def _look_at_speeds(self, now: float) -> None:
         for change in self.slowness.look(self.core, now):
             self.note(change.kind, change.about, change.why)
-        self._check_speeds()
-        step = self.core.progress.highest_step or 0
-        self.history.observe_slowdowns(self.slowness.states(), self.events.newest, step)
-        if (order := self.slowness.take_order()) is not None:
-            self._feed(order)
-
-    def _check_speeds(self) -> None:
         record = self.core.state.record
         roster = [member.replica for member in record.roster] if record else []
-        slow = self.slowness.slow
         ranks = {state.replica: state.ranks for state in self.slowness.states()}
-        for verdict in self.slowness.checks.look(slow, ranks, roster, time.time()):
+        for verdict in self.slowness.checks.look(self.slowness.slow, ranks, roster, time.time()):
             self.note(f"slowness {verdict.verdict}", verdict.replica, verdict.why)
-            self.history.judge(verdict.replica, verdict.verdict)
+            self.history.keep_slowdowns(self.history.slowdowns.judge(verdict.replica, verdict.verdict))
             self.slowness.take_verdict(verdict)
+        step = self.core.progress.highest_step or 0
+        states, slowdowns = self.slowness.states(), self.history.slowdowns
+        self.history.keep_slowdowns(slowdowns.observe(states, self.events.newest, step, time.time()))
+        if (order := self.slowness.take_order()) is not None:
+            self._feed(order)
 
     def answer(self, asker: object, event: io.Event) -> None:
         """Give an outcome to the core that ordered the write or read, but not to a later core."""
@@ -695,7 +681,7 @@ class Job:
             epoch = core.state.record.epoch if core.state.record else 0
         event = self.events.add(kind, epoch, about, why, incident_id)
         self._context.metrics.event(self.name, kind)
-        self.history.note(kind, about, event.why)
+        self.history.keep_slowdowns(self.history.slowdowns.note(kind, about, event.why, time.time()))
         if kind == REFUSED and (core.state.record is not None or self.connections.sessions):
             self.history.recoveries.launches.refuse(about, event.why, time.time())
         peer = core.state.liveness.peers.get(about)
@@ -706,13 +692,6 @@ class Job:
         log.info(
             "%s", text, extra=fields(**where, step=core.progress.highest_step or 0, incident_id=incident_id)
         )
-
-    def _count_evictions(self, before: Record | None, now: Record | None) -> None:
-        if before is None or now is None or now.generation != before.generation or not now.is_forced:
-            return
-        left = [x for x in before.roster if not now.lists(x.replica, x.incarnation) and not x.leaving]
-        if left:
-            self._context.metrics.evicted(self.name, len(left))
 
     # --- a defect --------------------------------------------------------------------------------------
 

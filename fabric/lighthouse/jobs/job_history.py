@@ -18,12 +18,12 @@ from typing import Any
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite
 from fabric.lighthouse.connections.validation import MAX_REPLICAS
-from fabric.lighthouse.diagnosis.absences import left_by
 from fabric.lighthouse.diagnosis.rank_probe import ProbeAccess
+from fabric.lighthouse.diagnosis.status_text import left_by
 from fabric.lighthouse.election import Commit, Term
 from fabric.lighthouse.history.ledger import GoodputLedger, JobSample
 from fabric.lighthouse.history.recovery import CAPACITY, NAMED, Recoveries, RecoveryRecord
-from fabric.lighthouse.history.slowdowns import SlowdownRecord, Slowdowns, SlowdownState
+from fabric.lighthouse.history.slowdowns import SlowdownRecord, Slowdowns
 from fabric.lighthouse.telemetry import LighthouseMetrics, Traces
 from fabric.model import Record
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
@@ -316,21 +316,17 @@ class JobHistory:
         self._stored = stored
         self._sampled_at = self._ledger_stored_at = context.clock()
         self._observed_at = 0.0
-        self._unkept: dict[str, dict[int, RecoveryRecord | SlowdownRecord]] = {
-            "recoveries": {},
-            "slowdowns": {},
-        }
+        self._unkept: dict[str, dict[int, RecoveryRecord | SlowdownRecord]] = {kind: {} for kind in _KINDS}
 
     def begin(self, record: Record | None) -> None:
         """Begin to lead the job from ``record``, which counts as no answer to a failure."""
-        self.recoveries.begin(record)
-        for slowdown in self.slowdowns.begin(time.time()):
-            self._keep("slowdowns", slowdown)
+        self.recoveries.record = record
+        self.keep_slowdowns(self.slowdowns.begin(time.time()))
 
     def load(self) -> None:
         """Read what earlier leaders have stored. The store is asked only once, because it is for people."""
         self.ledger_is_known = False
-        kinds = [kind for kind in ("recoveries", "slowdowns") if not self._records(kind).kept]
+        kinds = [kind for kind in _KINDS if not self._records(kind).kept]
         for work in (*map(self._load_records, kinds), self._load_ledger()):
             self._context.tasks.start(f"history of {self._job}", work)
 
@@ -347,8 +343,7 @@ class JobHistory:
         if kind == "recoveries":
             self.recoveries.restore(stored)
             return
-        for slowdown in self.slowdowns.restore(stored, time.time()):
-            self._keep(kind, slowdown)
+        self.keep_slowdowns(self.slowdowns.restore(stored, time.time()))
 
     async def _load_ledger(self) -> None:
         try:
@@ -381,8 +376,13 @@ class JobHistory:
         wanted = core.state.config.policy.start_replicas
         sample = JobSample(is_on, step, members, wanted, self.recoveries.is_recovering, generation)
         self.ledger.observe(sample, now)
-        if keep and self.ledger_is_known:
-            self._keep_ledger(before, now, at_once=self.left_by != was_left_by)
+        # A lost write does no harm: the next write holds the same sums.
+        waits_s = LEDGER_S if self.ledger.state == before else _LEDGER_CHANGED_S
+        is_due = self.left_by != was_left_by or now - self._ledger_stored_at >= waits_s
+        if keep and self.ledger_is_known and is_due:
+            self._ledger_stored_at = now
+            saved = {**self.ledger.saved(time.time()), "left_by": self.left_by}
+            self._context.tasks.start(f"keep the ledger of {self._job}", self._write_ledger(saved))
         return self.ledger
 
     def is_observation_due(self, now: float) -> bool:
@@ -422,31 +422,10 @@ class JobHistory:
             if isinstance(record, RecoveryRecord) and len(record.lost) > NAMED:
                 await asyncio.sleep(_KEEP_LARGE_S)  # a large record changes at each return of a replica
 
-    def observe_slowdowns(self, states: Iterable[SlowdownState], newest_event: int, step: int) -> None:
-        """Bring the slowdown records up to date."""
-        for slowdown in self.slowdowns.observe(states, newest_event, step, time.time()):
+    def keep_slowdowns(self, changed: Iterable[SlowdownRecord]) -> None:
+        """Store these records from a task."""
+        for slowdown in changed:
             self._keep("slowdowns", slowdown)
-
-    def note(self, kind: str, about: str, why: str) -> None:
-        """Add an event about a slow replica to its record."""
-        slowdown = self.slowdowns.note(kind, about, why, time.time())
-        if slowdown is not None:
-            self._keep("slowdowns", slowdown)
-
-    def judge(self, replica: str, verdict: str) -> None:
-        """Set a micro-benchmark's verdict on a slow replica."""
-        slowdown = self.slowdowns.judge(replica, verdict)
-        if slowdown is not None:
-            self._keep("slowdowns", slowdown)
-
-    def _keep_ledger(self, before: str, now: float, *, at_once: bool) -> None:
-        """Store the ledger when its state changes, and at intervals. A lost write does no harm: the next
-        write holds the same sums."""
-        waits_s = LEDGER_S if self.ledger.state == before else _LEDGER_CHANGED_S
-        if at_once or now - self._ledger_stored_at >= waits_s:
-            self._ledger_stored_at = now
-            saved = {**self.ledger.saved(time.time()), "left_by": self.left_by}
-            self._context.tasks.start(f"keep the ledger of {self._job}", self._write_ledger(saved))
 
     async def _write_ledger(self, saved: dict[str, Any]) -> None:
         try:

@@ -120,7 +120,7 @@ class Jobs:
             return job
         if self._context is None or not self.loaded.is_set():
             raise StoreUnavailable("this lighthouse does not lead now: connect again")
-        if sum(not job.is_complete for job in self.by_name.values()) >= self._quotas.jobs:
+        if sum(not job.core.state.is_complete for job in self.by_name.values()) >= self._quotas.jobs:
             raise Refused(
                 f"job {name} is not taken: this lighthouse leads {counted(self._quotas.jobs, 'job')}, as "
                 "many as it may; wait until one is complete, or have --max-jobs raised"
@@ -163,11 +163,18 @@ class Jobs:
         return (job.gauges for job in self.by_name.values())
 
     async def _load(self, context: TermContext) -> None:
-        entries = await self._list(context)
+        entries: list[KeyValue] | None = None
+        while entries is None and not context.term.is_over:
+            try:
+                entries, _ = await self._store.list(records_prefix(self._namespace))
+            except StoreError as error:
+                log.warning("the jobs' records cannot be read yet: %s", error)
+                await asyncio.sleep(_RETRY_S)
         if self._context is not context:
             return
-        for entry in entries:
-            name = job_of(self._namespace, entry.key)
+        for entry in entries or ():
+            if not (name := job_of(self._namespace, entry.key)):
+                continue
             try:
                 check_name("job", name)
                 record = wire.decode_record(entry.value)
@@ -178,18 +185,6 @@ class Jobs:
                 self._make(context, name, record, entry.mod_revision)
         self.loaded.set()
 
-    async def _list(self, context: TermContext) -> list[KeyValue]:
-        """Return all records; ask again until the store answers or the term is over."""
-        while not context.term.is_over:
-            try:
-                entries, _ = await self._store.list(records_prefix(self._namespace))
-            except StoreError as error:
-                log.warning("the jobs' records cannot be read yet: %s", error)
-                await asyncio.sleep(_RETRY_S)
-            else:
-                return [entry for entry in entries if job_of(self._namespace, entry.key)]
-        return []
-
     # --- jobs that are over ----------------------------------------------------------------------------
 
     async def _forget_old(self, context: TermContext) -> None:
@@ -198,21 +193,15 @@ class Jobs:
         while not context.term.is_over:
             await asyncio.sleep(min(_LOOK_S, max(retain_s / 10, 0.05)))
             for job in [x for x in self.by_name.values() if x.is_over_since(retain_s, time.time())]:
-                if self._context is context and await self._forget(job):
-                    log.info("job %s: complete for %g s, and forgotten now", job.name, retain_s)
+                try:
+                    if self._context is context and await job.stored.delete():
+                        self._drop(job, "the job was complete for long and is forgotten")
+                        log.info("job %s: complete for %g s, and forgotten now", job.name, retain_s)
+                except StoreError as error:
+                    log.warning("job %s: its record cannot be deleted yet: %s", job.name, error)
             for job in list(self.by_name.values()):
                 if job.has_only_old_reports(retain_s, time.time()):
                     self.release(job)
-
-    async def _forget(self, job: Job) -> bool:
-        try:
-            if not await job.delete():
-                return False
-        except StoreError as error:
-            log.warning("job %s: its record cannot be deleted yet: %s", job.name, error)
-            return False
-        self._drop(job, "the job was complete for long and is forgotten")
-        return True
 
     def _make(self, context: TermContext, name: str, record: Record | None, revision: int) -> Job:
         stored = StoredRecord(

@@ -6,8 +6,7 @@ from fabric.model import Adaptation, LaunchedLayouts, LayoutChange, Member, Memb
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import leader_events as io
-from fabric.protocol.rules.assignment import lost_parts
-from fabric.protocol.rules.shares import objection_to_shares
+from fabric.protocol.rules.assignment import lost_parts, objection_to_shares
 
 OFF, ACT = "off", "act"
 HOUR_S = 3600.0
@@ -88,15 +87,8 @@ class Adaptations:
                 self.outbox.record_event("shares kept", _names(speeds), why)
             return False
         acted = (*recent, round(self.state.unix_now, 1)) if lowers else recent
-        adaptation = Adaptation(
-            speeds,
-            advice.gain,
-            advice.cost_s,
-            advice.reason,
-            self.state.micro_batches(record),
-            acted,
-            record.adaptation.layouts,
-        )
+        total, layouts = self.state.micro_batches(record), record.adaptation.layouts
+        adaptation = Adaptation(speeds, advice.gain, advice.cost_s, advice.reason, total, acted, layouts)
         self._write(record, adaptation, advice.reason)
         self.advice, self.held = None, ""
         return True
@@ -149,9 +141,8 @@ class Relayouts:
 
     def change(self, record: Record) -> bool:
         """End the orders whose replicas are back, take a layout back, or follow the advice."""
-        if self.job.state.is_parked(record) or any(
-            x.leaving or not self.job.state.knows(x) for x in record.roster
-        ):
+        state = self.job.state
+        if state.is_parked(record) or any(x.leaving or not state.knows(x) for x in record.roster):
             return False
         return self._end(record) or self._take_back(record) or self._follow(record)
 

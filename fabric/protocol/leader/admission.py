@@ -138,14 +138,6 @@ class Admission:
                 self.outbox.record_event("kept out", name, why)
                 self.outbox.send(name, m.Rejected(why, retry=True))
 
-    def _is_backing_off(self, peer: Peer) -> bool:
-        """Whether this process was evicted lately, or is still in the user code for which it was evicted."""
-        process = peer.process
-        return (
-            self.state.now < self.readmission_backoff.get(process, Backoff()).until
-            or process in self.evicted_in_user_code
-        )
-
     def take_late(self, process: ReplicaProcess) -> bool:
         """Whether the others waited too long for this process. This is True once for each such join."""
         backoff = self.readmission_backoff.get(process, Backoff())
@@ -199,7 +191,7 @@ class Admission:
             if why:
                 self.outbox.record_event("session refused", name, why)
                 self.outbox.send(name, m.Rejected(why))
-                peer.connected, peer.closed = False, self.state.now
+                peer.close(self.state.now)
         if own in self.below:
             self.below[own].add(session.replica)
 
@@ -219,7 +211,11 @@ class Admission:
             return False
         if record.member(peer.session.replica) is not None or peer.session.replica in self.endings.finished:
             return False
-        if self._is_backing_off(peer) or self.ending.get(peer.session.replica) == peer.process:
+        process = peer.process
+        if self.state.now < self.readmission_backoff.get(process, Backoff()).until:
+            return False
+        # A process is kept out while it is still in the user code for which it was evicted.
+        if process in self.evicted_in_user_code or self.ending.get(process.replica) == process:
             return False
         # The newcomer must know that it is outside the roster, and must not be evicted again at once.
         return peer.beat.epoch == record.epoch and not self.state.suspicion(peer)
@@ -248,14 +244,6 @@ def number_to_pass(session: m.OpenSession, liveness: Liveness, record: Record | 
     entry = record.member(session.replica) if record is not None else None
     newest = max(peer.incarnation, entry.incarnation if entry is not None else 0)
     return 0 if taken(replace(session, incarnation=newest + 1), liveness, record, now) else newest
-
-
-def clock_behind(replica: str) -> str:
-    """Say why such a process starts again."""
-    return (
-        f"the clock of this host is behind that of the host where {replica} ran before: this process starts "
-        "again with a higher incarnation"
-    )
 
 
 def taken(session: m.OpenSession, liveness: Liveness, record: Record | None, now: float) -> str:

@@ -52,16 +52,11 @@ class BaseChoice:
             newest = max(peers, key=lambda p: (_own_state(p).generation, _own_state(p).step))
             own, urls = _own_state(newest), tuple(a.ckpt for a in as_member(newest.session).addresses)
             return Base(own.generation, own.step, own.digest, urls), skipped
-        best = max(
-            usable,
-            key=lambda ref: (
-                ref.generation,
-                ref.step,
-                usable[ref] != {DURABLE},
-                len(usable[ref]),
-                ref.digest,
-            ),
-        )
+        worth = {
+            ref: (ref.generation, ref.step, urls != {DURABLE}, len(urls), ref.digest)
+            for ref, urls in usable.items()
+        }
+        best = max(usable, key=lambda ref: worth[ref])
         return Base(best.generation, best.step, best.digest, tuple(sorted(usable[best]))), skipped
 
     def _foreign(self, states: States, is_heard: bool) -> dict[SnapshotRef, str]:
@@ -105,8 +100,11 @@ class BaseChoice:
             if all(side <= wrong for side in sides):
                 wrong.add(DURABLE)
             why = f"is disputed: there are unequal states of step {step}"
-            later = (x for x in states if x.generation == generation and x.step >= step)
-            disputed |= {x: why for x in later if _held_by(states[x], wrong)}
+            for later in (x for x in states if x.generation == generation and x.step >= step):
+                # A copy in storage counts only alone.
+                memory = {url for url in states[later] if _is_first_rank(url)} - {DURABLE}
+                if memory <= wrong if memory else DURABLE in wrong:
+                    disputed[later] = why
         return disputed
 
     def held_states(self, peers: list[Peer]) -> States:
@@ -149,24 +147,14 @@ class BaseChoice:
 
     def note_loaded(self, generation: int) -> None:
         """Note that a member has loaded this generation's base, so others can load it too."""
-        record = self.state.record
-        if (
-            record is not None
-            and generation == record.generation
-            and self.base_loaded_generation != generation
-        ):
+        record, is_news = self.state.record, self.base_loaded_generation != generation
+        if record is not None and generation == record.generation and is_news:
             self.base_loaded_generation = generation
             self.unusable.pop(base_ref(record), None)
 
 
 def _is_first_rank(url: str) -> bool:
     return url == DURABLE or not rank_of_url(url)
-
-
-def _held_by(urls: set[str], wrong: set[str]) -> bool:
-    """Whether no holder of a state is outside ``wrong``. A copy in storage counts only alone."""
-    memory = {url for url in urls if _is_first_rank(url)} - {DURABLE}
-    return memory <= wrong if memory else DURABLE in wrong
 
 
 def _own_state(peer: Peer) -> SnapshotRef:

@@ -16,15 +16,13 @@ from fabric.protocol.leader import admission, plan
 from fabric.protocol.leader.adaptations import Adaptations
 from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.base_choice import BaseChoice
-from fabric.protocol.leader.evictions import Evictions
+from fabric.protocol.leader.evictions import Evictions, RingRebuilder
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
-from fabric.protocol.leader.liveness import Peer
+from fabric.protocol.leader.liveness import STOP_CALM_S, LastStatus, Peer, stops_after
 from fabric.protocol.leader.orders import OperatorOrders
-from fabric.protocol.leader.rebuilds import RingRebuilder
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.server_statuses import STOP_CALM_S, LastStatus, stops_after
 from fabric.protocol.leader.starts import Starts
 from fabric.protocol.leader.state import (
     MANY,
@@ -69,14 +67,20 @@ class Decisions:
         decision = decide(record, reports, self.state.micro_batches(record))
         if isinstance(decision, Evict):
             if decision.state:
-                self._tell_outvoted(decision)
                 self.bases.mistrust(decision.replicas, decision.reason)
             for name in decision.replicas:
+                if decision.state and name not in self.state.epoch.cannot_continue:
+                    # It has not heard the others' reports: tell it once that its state is wrong.
+                    self.outbox.send(name, m.Rejected(decision.reason, retry=True, outvoted=True))
                 self.state.epoch.cannot_continue.add(name)
                 self.evictions.schedule(name, decision.reason)
             self.evictions.evict(record)
         elif isinstance(decision, Undecidable):
-            self._stop_job(record, decision.reason)
+            if not self.state.epoch.stopped:  # the job stops until an operator acts
+                self.state.epoch.stopped = decision.reason
+                self.outbox.record_event("stopped", "", decision.reason, record.incident_id)
+                for member in record.roster:
+                    self.outbox.send(member.replica, m.Rejected(decision.reason))
         else:
             self.state.epoch.decision, self.state.epoch.decided_at = decision, self.state.now
             self.state.epoch.rows = {
@@ -89,25 +93,10 @@ class Decisions:
             for member in record.roster:
                 self.outbox.send(member.replica, self.row(member.replica))
 
-    def _tell_outvoted(self, decision: Evict) -> None:
-        """Tell each member once that its state is wrong: it has not heard the others' reports."""
-        for name in decision.replicas:
-            if name not in self.state.epoch.cannot_continue:
-                self.outbox.send(name, m.Rejected(decision.reason, retry=True, outvoted=True))
-
     def row(self, replica: str) -> m.Resume:
         """The decision with this member's row of the table; all members without a row get the same object."""
         assert self.state.epoch.no_row is not None
         return self.state.epoch.rows.get(replica, self.state.epoch.no_row)
-
-    def _stop_job(self, record: Record, reason: str) -> None:
-        """Tell every member once that the job stops until an operator acts."""
-        if self.state.epoch.stopped:
-            return
-        self.state.epoch.stopped = reason
-        self.outbox.record_event("stopped", "", reason, record.incident_id)
-        for member in record.roster:
-            self.outbox.send(member.replica, m.Rejected(reason))
 
 
 __all__ = ["MANY", "LeaderConfig", "LeaderCore"]
@@ -338,16 +327,7 @@ class LeaderCore:
             self.state.epoch.not_counted_as_failure.add(event.replica)
             self.evictions.schedule(event.replica, f"evicted by {event.who}: {event.why}")
 
-    def on_launch_failed(self, event: io.LaunchFailed) -> None:
-        self.evidence.note_launch(event.replica, event.host, event.why)
-
     # --- sessions and trainer statuses -----------------------------------------------------------------
-
-    def on_tick(self, _: io.LeaderTick) -> None:
-        pass
-
-    def on_accept_queue_full(self, event: io.AcceptQueueFull) -> None:
-        self.state.liveness.note_overload(self.state.now + event.seconds)
 
     def on_opened(self, event: io.SessionOpened) -> None:
         session = event.session
@@ -356,17 +336,23 @@ class LeaderCore:
             self.outbox.emit(io.SendMember(session.replica, session.incarnation, rejected))
             self.outbox.record_event("session refused", session.replica, rejected.reason)
             return
-        peer = self.state.liveness.peers.get(session.replica)
-        if (peer is None or not peer.connected) and self.state.lists(session.replica):
-            self.state.liveness.came_back(self.state.now, first=peer is None, one_of_many=self.state.is_large)
-        self._take_session(session, peer)
+        live, former = self.state.liveness, self.state.liveness.peers.get(session.replica)
+        if (former is None or not former.connected) and self.state.lists(session.replica):
+            live.came_back(self.state.now, first=former is None, one_of_many=self.state.is_large)
+        member = self.state.record.member(session.replica) if self.state.record is not None else None
+        if member is not None:
+            live.note_end(member)  # the session's end may prove that the process has ended
+        # Keep the facts about a replaced process while the record names that process.
+        records = [x for x in (self.state.record, self.writer.writing) if x is not None]
+        is_named = former is not None and any(x.lists(*former.process) for x in records)
+        peer = live.opened(event, self.state.now, is_named)
+        self.state.autonomy_s = max(self.state.autonomy_s, session.autonomy_s)
         self.orders.forget_gone()
-        self.state.liveness.peers[session.replica].policy = event.policy
-        self.limits.hear(self.state.liveness.peers[session.replica])
-        self.state.note_named(self.state.liveness.peers[session.replica])
+        self.limits.hear(peer)
+        self.state.note_named(peer)
         self.admission.refuse_unlike(session)
-        self.progress.note_step(self.state.liveness.peers[session.replica])
-        if peer is None or peer.incarnation != session.incarnation:
+        self.progress.note_step(peer)
+        if former is None or former.incarnation != session.incarnation:
             self.endings.finished.pop(session.replica, None)
             self.orders.draining.pop(session.replica, None)
             self.admission.waiting_outside.pop(session.replica, None)
@@ -390,23 +376,17 @@ class LeaderCore:
             if record.complete:
                 self.outbox.send(session.replica, m.Complete(record.fence, record.base.step))
 
-    def _take_session(self, session: m.OpenSession, former: Peer | None) -> None:
-        """Accept a session. Keep the facts about a replaced process while the record names that process."""
-        member = self.state.record.member(session.replica) if self.state.record is not None else None
-        if member is not None:
-            self.state.liveness.note_end(member)  # the session's end may prove that the process has ended
-        records = [x for x in (self.state.record, self.writer.writing) if x is not None]
-        is_named = former is not None and any(x.lists(*former.process) for x in records)
-        self.state.liveness.opened(session, self.state.now, is_named)
-        self.state.autonomy_s = max(self.state.autonomy_s, session.autonomy_s)
-
     def _refusal(self, session: m.OpenSession) -> m.Rejected | None:
         """The refusal of this session, with a sentence that says what to do; None: the session may stand."""
         live, record = self.state.liveness, self.state.record
         replaced = admission.replaced(session, live)
         if replaced:
             above = admission.number_to_pass(session, live, record, self.state.now)
-            return m.Rejected(admission.clock_behind(session.replica) if above else replaced, above=above)
+            behind = (
+                f"the clock of this host is behind that of the host where {session.replica} ran before: this "
+                "process starts again with a higher incarnation"
+            )
+            return m.Rejected(behind if above else replaced, above=above)
         failed = self.endings.refusal_as_failed(session)
         if failed is not None:
             return failed
@@ -420,8 +400,7 @@ class LeaderCore:
     def on_closed(self, event: io.SessionClosed) -> None:
         peer = self.state.liveness.peers.get(event.replica)
         if peer is not None and peer.incarnation == event.incarnation and peer.connected:
-            peer.connected = False
-            peer.closed = self.state.now
+            peer.close(self.state.now)
             self.state.liveness.forget_strangers(self.state.record.names if self.state.record else ())
 
     def on_status(self, event: io.TrainerStatusSeen) -> None:
@@ -437,7 +416,11 @@ class LeaderCore:
             answered = listed and not (record is not None and record.complete)
             self._record_trainer(status, before, answered)
         self.endings.note_ended(status.replica, status.ended)
-        self._record_durable(status, before)
+        if status.durable and (before is None or status.durable != before.durable):
+            why = f"the checkpoint of step {status.durable[-1].step} is complete"
+            self.outbox.record_event("durable", status.replica, why)
+        if status.durable_error and (before is None or status.durable_error != before.durable_error):
+            self.outbox.record_event("durable failed", status.replica, status.durable_error)
 
     def on_unchanged(self, event: io.StatusesUnchanged) -> None:
         live, record = self.state.liveness, self.state.record
@@ -462,14 +445,6 @@ class LeaderCore:
         elif earlier and not stops and status.trainer == "running":
             why = f"it has run for {STOP_CALM_S:g} s without a stop, after {earlier} stops"
             self.outbox.record_event("trainer running", status.replica, why)
-
-    def _record_durable(self, status: m.TrainerStatus, before: LastStatus | None) -> None:
-        if status.durable and (before is None or status.durable != before.durable):
-            self.outbox.record_event(
-                "durable", status.replica, f"the checkpoint of step {status.durable[-1].step} is complete"
-            )
-        if status.durable_error and (before is None or status.durable_error != before.durable_error):
-            self.outbox.record_event("durable failed", status.replica, status.durable_error)
 
     def on_status_closed(self, event: io.TrainerStatusClosed) -> None:
         member = self.state.record.member(event.replica) if self.state.record is not None else None
@@ -548,11 +523,11 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.RecordRead: LeaderCore.on_read,
     io.WriteFailed: LeaderCore.on_write_failed,
     io.Operator: LeaderCore.on_operator,
-    io.LaunchFailed: LeaderCore.on_launch_failed,
-    io.AcceptQueueFull: LeaderCore.on_accept_queue_full,
+    io.LaunchFailed: lambda core, event: core.evidence.note_launch(event.replica, event.host, event.why),
+    io.AcceptQueueFull: lambda core, event: core.state.liveness.note_overload(core.state.now + event.seconds),
     io.SharesAdvised: lambda core, event: core.adaptations.on_advised(event),
     io.LayoutAdvised: lambda core, event: core.adaptations.layouts.on_advised(event),
-    io.LeaderTick: LeaderCore.on_tick,
+    io.LeaderTick: lambda core, event: None,  # the plan looks at what is due after every event
 }
 
 # Kind of message from a member -> the part of the core that takes this message.

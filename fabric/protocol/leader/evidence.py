@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, counted, shortened
-from fabric.protocol.leader.liveness import Peer, as_member
-from fabric.protocol.leader.server_statuses import LastStatus
+from fabric.protocol.leader.liveness import LastStatus, Peer, as_member
 from fabric.protocol.leader.state import JobState
 from fabric.protocol.rules import poison
 
@@ -46,11 +45,6 @@ def with_failures(
         by_host[host] = HostHistory(host, old.times + 1, round(value, 4), round(unix_s, 1), why)
     worst = sorted(by_host.values(), key=lambda x: -score(x, unix_s, half_life_s))[:MAX_HOSTS]
     return tuple(sorted(worst, key=lambda x: x.host))
-
-
-def by_this_clock(hosts: Iterable[HostHistory], unix_s: float) -> tuple[HostHistory, ...]:
-    """Correct times that another leader wrote by a clock ahead of this one."""
-    return tuple(x if x.at <= unix_s else replace(x, at=unix_s) for x in hosts)
 
 
 # The most failures in a record, which keep the record small: the oldest failures are dropped.
@@ -92,7 +86,7 @@ class FailureEvidence:
         """Take over the evidence of earlier leaders, and correct times from clocks ahead of this one."""
         now = self.state.unix_now
         self.failures = tuple(x if x.at <= now else replace(x, at=now) for x in record.failures)
-        self.hosts = by_this_clock(record.hosts, now)
+        self.hosts = tuple(x if x.at <= now else replace(x, at=now) for x in record.hosts)
 
     def note_failures(self, record: Record) -> None:
         """Note the pending evictions as failures, until the store has lost their write (``take_back``)."""
@@ -177,14 +171,11 @@ class FailureEvidence:
             for about, times in sorted(counts.items()):
                 if times >= limit and (kind == "replica" or self._has_other_host(about)):
                     own = [x for (name, _), x in by_epoch.items() if name == about]
-                    penalties.append(self._penalty(kind, about, own))
+                    own.sort(key=self._age_s)
+                    # It ends when fewer failures than the limit lie within the window.
+                    until = own[limit - 1].at + self.state.config.failures_s
+                    penalties.append(Penalty(kind, about, times, until, own[0].why))
         return penalties
-
-    def _penalty(self, kind: str, about: str, failures: list[HostFailure]) -> Penalty:
-        """Return the penalty. It ends when fewer failures than the limit lie within the window."""
-        newest = sorted(failures, key=self._age_s)
-        until = newest[self.state.config.failures - 1].at + self.state.config.failures_s
-        return Penalty(kind, about, len(failures), until, newest[0].why)
 
     def _has_other_host(self, host: str) -> bool:
         return self.state.record is not None and any(host_of(x) != host for x in self.state.record.roster)

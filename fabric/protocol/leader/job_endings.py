@@ -148,7 +148,7 @@ class Endings:
                 f"no member can read shard {lost[0]}: bring back one of the replicas that can, and start the "
                 'job again, or let it wait for one with on_loss="wait"'
             )
-        elif poison.size(poisoned) > poison.MOST:
+        elif sum(len(x.micro_batches) for x in poisoned) > poison.MOST:
             self.failure = (
                 f"more than {poison.MOST} micro-batches killed {poison.ENOUGH} processes each: that is no "
                 "bad sample any more, look at the ends of those processes"
@@ -156,11 +156,9 @@ class Endings:
         if not self.failure:
             return False
         failed = self.failure[:MAX_REASON_CHARACTERS]
-        incident_id = self.state.next_incident_id()
+        reason, incident_id = f"failed: {failed}", self.state.next_incident_id()
         self.writer.write(
-            replace(
-                record, failed=failed, reason=f"failed: {failed}", incident_id=incident_id, poison=poisoned
-            )
+            replace(record, failed=failed, reason=reason, incident_id=incident_id, poison=poisoned)
         )
         return True
 

@@ -49,9 +49,8 @@ class OperatorOrders:
 
     def rescale(self, record: Record) -> bool:
         """Write a forced epoch with the new minimum of members, if that minimum parks or wakes them."""
-        if (len(record.roster) < self.limits.least) == (
-            self.state.is_decided(record) and self.state.is_short(record)
-        ):
+        is_parked = self.state.is_decided(record) and self.state.is_short(record)
+        if (len(record.roster) < self.limits.least) == is_parked:
             return False
         orders = self.limits.overrides
         source = f"scaled {orders.scaled}" if orders.min_replicas else "as its replicas ask for"
@@ -145,7 +144,10 @@ class OperatorOrders:
         self._drain_noticed(record)
         names = [x for x in record.roster if x.replica in self.draining] if self.draining else []
         leaving = [x for x in record.roster if x.leaving]
-        self._dismiss(record)
+        for name, why in self.draining.items():
+            # Replicas outside the roster need not come back; one with notice ends by its heartbeat's answer.
+            if record.member(name) is None and why != NOTICED:
+                self.outbox.send(name, m.Rejected(f"{name} is {why}: start it again when it is wanted"))
         left = tuple(x for x in record.roster if not x.leaving)
         returning = {x.process for x in names if x.returns}
         if leaving and not returning and any(self.state.knows(x) for x in left):
@@ -161,14 +163,6 @@ class OperatorOrders:
         why = f"{_names(names)} is being drained: {whys}"
         self.writer.write_epoch(record, roster, False, why, adaptation=adaptation)
         return True
-
-    def _dismiss(self, record: Record) -> None:
-        """Tell drained replicas outside the roster that they need not come back."""
-        for name, why in self.draining.items():
-            if record.member(name) is not None or why == NOTICED:  # the answer to its heartbeat ends this one
-                continue
-            reason = f"{name} is {self.draining[name]}: start it again when it is wanted"
-            self.outbox.send(name, m.Rejected(reason))
 
     def _objection_to_drain(self, record: Record, name: str) -> str:
         peer, member = self.state.liveness.peers.get(name), record.member(name)
@@ -189,11 +183,6 @@ class OperatorOrders:
                 "back first, or end the process"
             )
         return ""
-
-    def _objection_to_evict(self, record: Record, name: str) -> str:
-        if record.member(name) is None:
-            return f"it is no member; where a process of it waits outside, `fabric drain {name}` ends that"
-        return "" if self.state.is_spared_by(name) else "no other member knows the job's state"
 
     def _objection_to_gone(self, record: Record, name: str) -> str:
         """Why the host of this member is not taken for gone."""
@@ -275,8 +264,13 @@ class OperatorOrders:
         if asked.host_is_gone:
             why = self._objection_to_gone(record, asked.replica)
             return f"{asked.replica} is not evicted: {why}" if why else ""
-        objection = self._objection_to_drain if asked.action == "drain" else self._objection_to_evict
-        why = objection(record, asked.replica)
+        if asked.action == "drain":
+            why = self._objection_to_drain(record, asked.replica)
+        elif record.member(asked.replica) is None:
+            order = f"`fabric drain {asked.replica}`"
+            why = f"it is no member; where a process of it waits outside, {order} ends that"
+        else:
+            why = "" if self.state.is_spared_by(asked.replica) else "no other member knows the job's state"
         return f"{asked.replica} is not {asked.action}ed: {why}" if why else ""
 
 

@@ -16,22 +16,13 @@ class PlanRule:
     """One row of the plan."""
 
     name: str
-    apply: Callable[["LeaderCore", Record], bool]  # returns whether the rule made a move, which ends the pass
+    # Returns whether the rule made a move, which ends the pass; a rule that returns None never ends it.
+    apply: Callable[["LeaderCore", Record], bool | None]
 
 
 def first_move(rules: tuple[PlanRule, ...], leader: "LeaderCore", record: Record) -> bool:
     """Apply the rules in order until a rule makes its move; return whether a rule did."""
     return any(rule.apply(leader, record) for rule in rules)
-
-
-def _and_go_on(act: Callable[["LeaderCore", Record], object]) -> Callable[["LeaderCore", Record], bool]:
-    """Make a rule that never ends the pass."""
-
-    def apply(leader: "LeaderCore", record: Record) -> bool:
-        act(leader, record)
-        return False
-
-    return apply
 
 
 def _fail(leader: "LeaderCore", record: Record) -> bool:
@@ -55,34 +46,25 @@ SETTLED_RULES: tuple[PlanRule, ...] = (
     PlanRule("admit", lambda leader, record: leader.joins.admit(record)),
     PlanRule("adapt shares", lambda leader, record: leader.adaptations.adapt(record)),
     PlanRule("change a layout", lambda leader, record: leader.adaptations.layouts.change(record)),
-    PlanRule("serve newcomers", _and_go_on(lambda leader, record: leader.joins.serve(record))),
+    PlanRule("serve newcomers", lambda leader, record: leader.joins.serve(record)),
 )
 
 # The rules of one planning pass over a job that has a record and is not complete.
 PLAN_RULES: tuple[PlanRule, ...] = (
     PlanRule("go on above a restored store", lambda leader, record: leader.starts.go_on_above(record)),
     PlanRule("write overrides", lambda leader, record: leader.writer.write_overrides(record)),
+    PlanRule("evict slow joiners", lambda leader, record: leader.evictions.evict_slow_joiners(record)),
     PlanRule(
-        "evict slow joiners", _and_go_on(lambda leader, record: leader.evictions.evict_slow_joiners(record))
-    ),
-    PlanRule(
-        "evict unresponsive members",
-        _and_go_on(lambda leader, record: leader.evictions.evict_unresponsive(record)),
+        "evict unresponsive members", lambda leader, record: leader.evictions.evict_unresponsive(record)
     ),
     PlanRule("complete", lambda leader, record: leader.endings.complete(record)),
     PlanRule("fail, or start a failed job again", _fail),
     PlanRule("evict", lambda leader, record: leader.evictions.evict(record)),
     PlanRule("rebuild the ring", lambda leader, record: leader.rebuilds.rebuild(record)),
-    PlanRule("decide", _and_go_on(lambda leader, record: leader.decisions.decide_epoch(record))),
-    PlanRule(
-        "serve blocking joins",
-        _and_go_on(lambda leader, record: leader.joins.serve_blocking_joins(record)),
-    ),
-    PlanRule("change a settled roster", _and_go_on(_change_settled_roster)),
-    PlanRule(
-        "notify the replicas kept out",
-        _and_go_on(lambda leader, record: leader.admission.notify_kept_out(record)),
-    ),
+    PlanRule("decide", lambda leader, record: leader.decisions.decide_epoch(record)),
+    PlanRule("serve blocking joins", lambda leader, record: leader.joins.serve_blocking_joins(record)),
+    PlanRule("change a settled roster", _change_settled_roster),
+    PlanRule("notify the replicas kept out", lambda leader, record: leader.admission.notify_kept_out(record)),
 )
 
 

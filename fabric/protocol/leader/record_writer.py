@@ -10,8 +10,7 @@ from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
-from fabric.protocol.rules.assignment import lost_parts, seated
-from fabric.protocol.rules.shares import asked_share, for_roster, with_shares
+from fabric.protocol.rules.assignment import asked_share, for_roster, lost_parts, seated, with_shares
 
 # The longest reason in a record: the reasons of many members would make the record large.
 MAX_REASON_CHARACTERS = 1000
@@ -170,12 +169,10 @@ class RecordWriter:
     @property
     def has_unwritten_overrides(self) -> bool:
         """Whether the record lacks overrides or evidence that this leader knows."""
-        record = self.state.record
-        return record is None or (self.limits.overrides, self.evidence.failures, self.evidence.hosts) != (
-            record.overrides,
-            record.failures,
-            record.hosts,
-        )
+        record, evidence = self.state.record, (self.evidence.failures, self.evidence.hosts)
+        if record is None or self.limits.overrides != record.overrides:
+            return True
+        return evidence != (record.failures, record.hosts)
 
     def write_overrides(self, record: Record) -> bool:
         """Write, within the epoch, changes that concern newcomers only."""

@@ -41,9 +41,8 @@ class Starts:
         for member in record.roster:
             if not self.state.knows(member) or member.replica in self.state.epoch.cannot_continue:
                 continue
-            if self.state.liveness.proven_dead(member):
-                continue
-            if not self.state.liveness.out_of_contact(member, self.state.now, limit):
+            away = self.state.liveness.out_of_contact(member, self.state.now, limit)
+            if not away and not self.state.liveness.proven_dead(member):
                 return True
         self.start(record)
         return True

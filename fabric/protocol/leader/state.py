@@ -119,10 +119,8 @@ class JobState:
         """Note the newest generation and epoch that this process knows."""
         if peer.session.store_id == self.store_id:
             generation, epoch = self.named_by_sessions
-            self.named_by_sessions = (
-                max(generation, peer.session.known_generation),
-                max(epoch, peer.newest_epoch),
-            )
+            generation = max(generation, peer.session.known_generation)
+            self.named_by_sessions = (generation, max(epoch, peer.newest_epoch))
 
     def next_epoch(self, record: Record) -> int:
         """The number of the next epoch: above all that any session names, also after a restored store."""

@@ -59,7 +59,18 @@ class MemberCore:
         self.link_watch = LinkWatch(context, memory, epochs, session, rounds, ending)
         self.membership = Membership(context, memory, epochs, session, serving, rounds, catch_up)
         self._handlers = self._event_handlers()
-        self._leader_handlers = self._message_handlers()
+        # The part that takes each message of the leader.
+        self._leader_handlers: dict[type, Callable[[Any], None]] = {
+            m.Epoch: self.membership.on_epoch,
+            m.RosterDelta: self.membership.on_change,
+            m.Resume: self.membership.on_resume,
+            m.TakeSnapshotFor: self.serving.on_serve,
+            m.StopServing: self.serving.on_serve_end,
+            m.StateSources: self.catch_up.on_sources,
+            m.Complete: self.ending.on_complete,
+            m.Rejected: self.session.on_rejected,
+            m.HeartbeatAck: self.membership.on_beat_reply,
+        }
 
     def _event_handlers(self) -> dict[type, Callable[[Any], None]]:
         """The part that takes each event."""
@@ -92,20 +103,6 @@ class MemberCore:
             io.Snapshotted: self.serving.on_snapshotted,
             io.RingWaitsFor: self.rounds.on_ring_waits_for,
             io.Tick: self.on_tick,
-        }
-
-    def _message_handlers(self) -> dict[type, Callable[[Any], None]]:
-        """The part that takes each message of the leader."""
-        return {
-            m.Epoch: self.membership.on_epoch,
-            m.RosterDelta: self.membership.on_change,
-            m.Resume: self.membership.on_resume,
-            m.TakeSnapshotFor: self.serving.on_serve,
-            m.StopServing: self.serving.on_serve_end,
-            m.StateSources: self.catch_up.on_sources,
-            m.Complete: self.ending.on_complete,
-            m.Rejected: self.session.on_rejected,
-            m.HeartbeatAck: self.membership.on_beat_reply,
         }
 
     # --- the contract ----------------------------------------------------------------------------------

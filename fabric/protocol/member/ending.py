@@ -14,12 +14,7 @@ from fabric.model import JobEnd, Record, ReplicaProcess
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.session import LighthouseSession
-from fabric.protocol.member.state import (
-    CoreContext,
-    KnownEpochs,
-    MemberMemory,
-    Mode,
-)
+from fabric.protocol.member.state import CoreContext, KnownEpochs, MemberMemory, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
@@ -46,9 +41,8 @@ class Ending:
     _catch_up: CatchUp
     # process -> its (generation, step)
     finished_peers: dict[ReplicaProcess, tuple[int, int]] = field(default_factory=dict)
-    notified_epochs: set[int] = field(
-        default_factory=set
-    )  # epochs whose members know from me that I finished
+    # The epochs whose members know from me that I finished.
+    notified_epochs: set[int] = field(default_factory=set)
     all_finished_since: float = -1.0  # when I learned that all members have finished; negative before
 
     def on_finished(self, event: io.FromPeer, message: m.Finished) -> None:
@@ -56,11 +50,7 @@ class Ending:
         heard, newest = self.finished_peers, self._epochs.newest
         if message.why and self._session.contact.finished:
             why = f"{event.replica} had steps left when this loop ended, and the job ended with it"
-            self._context.emit(
-                io.WriteJournal(
-                    "loops differ", self._epochs.epoch(), self._memory.state.step, why, event.replica
-                )
-            )
+            self._epochs.journal("loops differ", why, event.replica)
         heard[ReplicaProcess(event.replica, event.incarnation)] = (message.fence.generation, message.step)
         if len(heard) > MOST_HEARD:
             listed = {key: at for key, at in heard.items() if newest is not None and newest.lists(*key)}
@@ -110,11 +100,8 @@ class Ending:
         if not self._session.contact.finished:
             self._stop_when_others_have_finished()
             return
-        resume, state = self._epochs.resume, self._memory.state
-        there = resume is not None and (state.generation, state.step) == (
-            resume.fence.generation,
-            resume.step,
-        )
+        resume = self._epochs.resume
+        there = resume is not None and self._epochs.is_at(resume.fence, resume.step)
         if there and self._epochs.mode is Mode.CATCH_UP:
             self._epochs.enter_mode(Mode.RUN)
         self._stop_when_left_behind()
@@ -185,11 +172,8 @@ class Ending:
         """
         step, round_ = self._memory.state.step, self._rounds.round
         if self._epochs.mode is Mode.CATCH_UP:
-            return (
-                self._epochs.resume.step
-                if self._epochs.resume is not None and not self._catch_up.fetch.doing
-                else None
-            )
+            resume = self._epochs.resume if not self._catch_up.fetch.doing else None
+            return resume.step if resume is not None else None
         if self._epochs.mode is Mode.RUN and self._epochs.current is not None:
             entered = [round_.step] if round_ is not None else []
             entered += [
@@ -218,10 +202,7 @@ class Ending:
         for record in self._records():
             if record.epoch not in self.notified_epochs:
                 self.notified_epochs.add(record.epoch)
-                for x in record.roster:
-                    if x.replica != self._context.replica:
-                        message = m.Finished(record.fence, step, why)
-                        self._context.emit(io.SendPeer(x.replica, x.incarnation, message))
+                self._context.to_members(record, m.Finished(record.fence, step, why))
 
     def end_deadline(self) -> float | None:
         """Rule 12: when I end alone, unless a leader marks the job complete first."""
@@ -245,22 +226,19 @@ class Ending:
         deadline = self.end_deadline()
         if deadline is None or self._context.now < deadline:
             return
-        if everybody and record is not None:
-            why = (
-                f"no lighthouse has marked the job complete; all members ({', '.join(record.names)}) have "
-                f"finished at step {step}, so it is, and the next lighthouse that is reached will be told"
-            )
-            self._context.emit(
-                io.Finish(step, why, JobEnd(record.fence, step, self._context.identity.incarnation))
-            )
-        elif record is not None and self._takes_part():
+        if record is not None and (everybody or self._takes_part()):
             why = (
                 f"no lighthouse answered for {self._context.config.autonomy_s:g} s, and not all members have "
                 f"said that they finished: this replica ends with its state of step {step}"
             )
-            self._context.emit(
-                io.Finish(step, why, JobEnd(record.fence, step, self._context.identity.incarnation))
-            )
+            if everybody:
+                why = (
+                    f"no lighthouse has marked the job complete; all members ({', '.join(record.names)}) "
+                    f"have finished at step {step}, so it is, and the next lighthouse that is reached will "
+                    "be told"
+                )
+            ended = JobEnd(record.fence, step, self._context.identity.incarnation)
+            self._context.emit(io.Finish(step, why, ended))
         else:
             why = "no lighthouse answered for autonomy_s, and the final state may be another than this one"
             self._context.stop(RESTART, why)

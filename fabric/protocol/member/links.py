@@ -64,12 +64,8 @@ class LinkWatch:
             if record is not None and record.lists(event.replica, event.incarnation):
                 self._epochs.links.up.discard(record.epoch)
                 self._ending.notified_epochs.discard(record.epoch)
-        running = self._epochs.mode in (Mode.RUN, Mode.CATCH_UP)
-        if (
-            running
-            and self._epochs.current is not None
-            and self._epochs.current.lists(event.replica, event.incarnation)
-        ):
+        current = self._epochs.current if self._epochs.mode in (Mode.RUN, Mode.CATCH_UP) else None
+        if current is not None and current.lists(event.replica, event.incarnation):
             if not self._session.contact.finished:  # a member that has finished is in no round
                 self._rounds.abort(f"the link to {event.replica} ended: {event.why}", event.replica)
             return
@@ -119,12 +115,8 @@ class LinkWatch:
     def may_probe(self) -> bool:
         links, newest = self._epochs.links, self._epochs.newest
         there = newest is not None and (len(newest.roster) <= MAX_PROBED or bool(links.silent))
-        return (
-            self._epochs.mode is Mode.OUTSIDE
-            and there
-            and self._session.contact.connected
-            and not links.probing
-        )
+        is_free = self._session.contact.connected and not links.probing
+        return self._epochs.mode is Mode.OUTSIDE and there and is_free
 
     def probe_when_due(self) -> None:
         """Probe the members from outside: a replica that cannot reach a member would be left out again."""

@@ -9,13 +9,7 @@ from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.serving import SnapshotServing
 from fabric.protocol.member.session import LighthouseSession
-from fabric.protocol.member.state import (
-    CoreContext,
-    KnownEpochs,
-    LastRound,
-    MemberMemory,
-    Mode,
-)
+from fabric.protocol.member.state import CoreContext, KnownEpochs, LastRound, MemberMemory, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
@@ -52,7 +46,7 @@ class Membership:
         if self._epochs.links.suspect or self._memory.state.outvoted:
             self._memory.distrust()
             self._epochs.links.suspect = False
-        self._context.emit(io.WriteJournal("outside", self._epochs.epoch(), self._memory.state.step, why))
+        self._epochs.journal("outside", why)
 
     def first_data(self) -> None:
         """Rule 9: as a newcomer, learn the step under way from the first contribution of the epoch."""

@@ -60,14 +60,16 @@ class Round:
         names = self.record.names
         if not self.gradient_digest or not self.contributions.keys() >= set(names):
             return None
-        parts = [self.contributions[n] for n in names]
+        parts, metrics = [self.contributions[n] for n in names], dict[str, float]()
+        for name, value in (x for part in parts for x in part.metrics):
+            metrics[name] = metrics.get(name, 0.0) + value
         return PreparedRound(
             epoch=self.record.epoch,
             step=self.step,
             gradient_digest=self.gradient_digest,
             weight=sum(p.weight for p in parts),
             contributions=tuple((n, p.micro_batches) for n, p in zip(names, parts, strict=True)),
-            metrics=_sum_metrics([p.metrics for p in parts]),
+            metrics=tuple(sorted(metrics.items())),
             nonfinite=self.nonfinite,
         )
 
@@ -150,14 +152,6 @@ class Round:
 
 def _by_member(digests: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {digest[:8]}" for name, digest in sorted(digests.items()))
-
-
-def _sum_metrics(parts: list[tuple[tuple[str, float], ...]]) -> tuple[tuple[str, float], ...]:
-    totals: dict[str, float] = {}
-    for part in parts:
-        for name, value in part:
-            totals[name] = totals.get(name, 0.0) + value
-    return tuple(sorted(totals.items()))
 
 
 # Rule 11: seconds between two heartbeats for steps. For a while after a newcomer's request each step has one.
@@ -257,9 +251,7 @@ class Rounds:
         self._context.emit(io.AbortExchange(self._epochs.current.epoch, why))
         if given_away:
             self._memory.drop_kept()
-        self._context.emit(
-            io.WriteJournal("abort", self._epochs.current.epoch, self._memory.state.step, why, about)
-        )
+        self._epochs.journal("abort", why, about)
         step, away = self._memory.state.step, self._session.unreachable()
         self._session.send_aborted(
             m.Aborted(
@@ -273,34 +265,25 @@ class Rounds:
 
     def leave_round(self) -> None:
         """Leave the round, and remember a dispute: the other voters may have ended when the leader asks."""
-        round_, self.round = self.round, None
+        (round_, self.round), me, state = (self.round, None), self._context.replica, self._memory.state
         if round_ is None:
             return
-        if round_.is_disputed(self._context.replica):
+        if round_.is_disputed(me):
             self.disputed = (round_.record.epoch, round_.step)
-        if round_.step == self._memory.state.step and round_.is_outvoted(
-            self._context.replica, self._memory.state.digest
-        ):
-            self._memory.state.outvoted = True
+        if round_.step == state.step and round_.is_outvoted(me, state.digest):
+            state.outvoted = True
 
     def go_to(self, record: Record) -> None:
-        self._epochs.current = record
-        self.round = None
-        step = self._memory.state.step if record.is_forced else self._planned_first_step(record)
-        self._epochs.links.first_step = step
-        self._epochs.links.up = {e for e in self._epochs.links.up if e >= record.epoch}
+        links, step = self._epochs.links, self._memory.state.step
+        self._epochs.current, self.round = record, None
+        if not record.is_forced and self._epochs.mode is Mode.JOINED:
+            step = max([step, *(x for epoch, x in links.early if epoch == record.epoch)])
+        links.first_step, links.up = step, {e for e in links.up if e >= record.epoch}
         self._context.emit(io.Switch(record))
-
-    def _planned_first_step(self, record: Record) -> int:
-        joined = self._epochs.mode is Mode.JOINED
-        early = [x for epoch, x in self._epochs.links.early if joined and epoch == record.epoch]
-        return max([self._memory.state.step, *early])
 
     def to_roster(self, message: m.PeerMessage) -> None:
         assert self.round is not None
-        for x in self.round.record.roster:
-            if x.replica != self._context.replica:
-                self._context.emit(io.SendPeer(x.replica, x.incarnation, message))
+        self._context.to_members(self.round.record, message)
 
     def _is_round(self, epoch: int, step: int) -> bool:
         round_ = self.round
@@ -331,13 +314,8 @@ class Rounds:
     def _is_followed(self) -> bool:
         """Whether the leader needs each step of mine at once: in a new epoch, and while a replica joins."""
         contact, epochs = self._session.contact, self._epochs
-        settled = (
-            epochs.mode is Mode.RUN
-            and not contact.finished
-            and epochs.newest is not None
-            and epochs.newest is epochs.current
-            and contact.beaten_epoch == epochs.epoch()
-        )
+        runs = epochs.mode is Mode.RUN and not contact.finished and epochs.newest is not None
+        settled = runs and epochs.newest is epochs.current and contact.beaten_epoch == epochs.epoch()
         return not settled or bool(self._serving.listeners) or self._context.now - contact.asked < FOLLOWED_S
 
     def on_streaming(self, event: io.Streaming) -> None:
@@ -403,26 +381,20 @@ class Rounds:
             return
         if isinstance(message, m.CommitVote):
             round_.votes.setdefault(replica, message)
-            return
-        if not isinstance(message, m.Contribution):
-            return
-        if message.layout != self._context.identity.layout:
+        elif isinstance(message, m.Contribution) and message.layout != self._context.identity.layout:
             why = f"{replica} has other parameters (layout {message.layout})"
             self.abort(why, replica, mismatch=True)
-            return
-        round_.contributions.setdefault(replica, message)
+        elif isinstance(message, m.Contribution):
+            round_.contributions.setdefault(replica, message)
 
     def enter_round(self) -> None:
         """Rules 1, 4, 7 and 10: open the next round with my share, unless I park or stop."""
         record = self._epochs.current
         assert record is not None
-        if self._session.contact.finished or len(record.roster) < (
-            record.min_replicas or self._context.config.min_replicas
-        ):
+        least = record.min_replicas or self._context.config.min_replicas
+        if self._session.contact.finished or len(record.roster) < least:
             return
-        if waits_for_data(record.sharing, record.roster):
-            return
-        if self._is_on_its_own_for_too_long():
+        if waits_for_data(record.sharing, record.roster) or self._is_on_its_own_for_too_long():
             return
         self.open_round(self._memory.state.step, self._share(record))
 
@@ -456,10 +428,12 @@ class Rounds:
         assert record is not None
         if self.last_round.epoch != record.epoch:
             self._context.emit(io.SendLeader(m.Running(record.fence, step)))
-        self._note_poison(record, step)
+        if ids := tuple(sorted(record.poisoned(step))):  # this round leaves them out
+            why = "two processes died at each"
+            self._context.emit(io.WriteJournal("poison", record.epoch, step, why, "", ids))
         self.last_round = LastRound(record.epoch, step, record.names)
         self.round = Round(record, step, share)
-        for event in self._epochs.links.take_early((record.epoch, step)):
+        for event in self._epochs.links.early.pop((record.epoch, step), ()):
             if self.round is not None:
                 self._collect(event.replica, event.incarnation, event.message)
         if share and self.round is not None:
@@ -467,14 +441,6 @@ class Rounds:
             self._memory.kept_gradient.computing = share
             number = self._session.take_measure()
             self._memory.order(io.Compute(step, share, number, self._session.echo if number else ""))
-
-    def _note_poison(self, record: Record, step: int) -> None:
-        """Write the poison that this round leaves out into the journal."""
-        ids = tuple(sorted(record.poisoned(step)))
-        if ids:
-            self._context.emit(
-                io.WriteJournal("poison", record.epoch, step, "two processes died at each", "", ids)
-            )
 
     def contribute_when_computed(self) -> None:
         """Rule 1: contribute once the links are up, because earlier messages get lost."""
@@ -505,15 +471,13 @@ class Rounds:
         round_, kept = self.round, self._memory.kept_gradient
         if round_ is None or round_.exchanging or round_.record.epoch not in self._epochs.links.up:
             return
+        is_streaming, weight = not round_.contributed, kept.streaming
         if round_.contributed:
-            round_.exchanging = True
             weight = round_.contributions[self._context.replica].weight
-            self._context.emit(io.StartExchange(round_.record.fence, round_.step, weight))
-        elif kept.streaming > 0 and round_.step == self._memory.state.step and len(round_.record.roster) > 1:
-            round_.exchanging = True
-            self._context.emit(
-                io.StartExchange(round_.record.fence, round_.step, kept.streaming, streaming=True)
-            )
+        elif weight <= 0 or round_.step != self._memory.state.step or len(round_.record.roster) < 2:
+            return
+        round_.exchanging = True
+        self._context.emit(io.StartExchange(round_.record.fence, round_.step, weight, is_streaming))
 
     def _newcomers_first(self, round_: Round) -> bool:
         """Whether a newcomer in this round may still be catching up, by updates in user code."""
@@ -542,12 +506,8 @@ class Rounds:
         if round_ is not None and round_.begun < 0 and round_.everybody_in():
             round_.begun = self._context.now
         deadline = self.stall_deadline()
-        if (
-            round_ is None
-            or deadline is None
-            or self._context.now < deadline
-            or self._epochs.mode is not Mode.RUN
-        ):
+        is_due = deadline is not None and self._context.now >= deadline
+        if round_ is None or not is_due or self._epochs.mode is not Mode.RUN:
             return
         waits = self._waits_for()
         took, whom = self._context.now - round_.begun, ", ".join(waits) or "no member in particular"
@@ -565,12 +525,8 @@ class Rounds:
             return
         self.prepared = prepared
         newest, round_.ready_record = self._epochs.newest, round_.record
-        if (
-            newest is not None
-            and newest.epoch > round_.record.epoch
-            and newest.epoch in self._epochs.links.up
-        ):
-            round_.ready_record = newest
+        if newest is not None and newest.epoch in self._epochs.links.up:
+            round_.ready_record = newest if newest.epoch > round_.record.epoch else round_.record
         vote = m.CommitVote(
             fence=round_.record.fence,
             step=round_.step,

@@ -14,16 +14,8 @@ MAX_NAMED = 64
 # The most steps in one heartbeat beside the newest: a heartbeat goes at least every quarter of a second.
 MOST_EARLIER = 16
 # The settings that the first message repeats.
-_OF_CONFIG = (
-    "stores",
-    "adapt",
-    "launched",
-    "replay",
-    "replay_steps",
-    "exchange_s",
-    "user_code_s",
-    "autonomy_s",
-)
+_OF_CONFIG = ["stores", "adapt", "launched", "replay", "replay_steps"]
+_OF_CONFIG += ["exchange_s", "user_code_s", "autonomy_s"]
 
 
 class LighthouseSession:
@@ -113,30 +105,27 @@ class LighthouseSession:
         contact.next_beat = self._context.now + self._context.config.beat_s
         contact.beaten = self._context.now
         contact.beaten_epoch = self._epochs.newest.epoch if self._epochs.newest is not None else 0
-        self._context.emit(
-            io.SendLeader(
-                m.Heartbeat(
-                    number=contact.number,
-                    epoch=self._epochs.newest.epoch if self._epochs.newest is not None else 0,
-                    generation=self._memory.state.generation,
-                    step=self._memory.state.step,
-                    digest=self._memory.state.digest,
-                    phase=self.phase,
-                    waiting_for=waiting_for[:MAX_NAMED],
-                    busy=self.busy,
-                    times=self.last_times,
-                    earlier=tuple(self._earlier),
-                    busy_s=self.busy_s,
-                    empty=self._memory.empty,
-                    unreachable=self.unreachable() if self._epochs.mode is Mode.OUTSIDE else (),
-                    lost_bytes=self._epochs.links.lost_bytes,
-                    micro_batches=self._memory.plan.micro_batches,
-                    noticed=self._context.noticed,
-                    saved=saved,
-                    saves=saves,
-                )
-            )
+        beat = m.Heartbeat(
+            number=contact.number,
+            epoch=contact.beaten_epoch,
+            generation=self._memory.state.generation,
+            step=self._memory.state.step,
+            digest=self._memory.state.digest,
+            phase=self.phase,
+            waiting_for=waiting_for[:MAX_NAMED],
+            busy=self.busy,
+            times=self.last_times,
+            earlier=tuple(self._earlier),
+            busy_s=self.busy_s,
+            empty=self._memory.empty,
+            unreachable=self.unreachable() if self._epochs.mode is Mode.OUTSIDE else (),
+            lost_bytes=self._epochs.links.lost_bytes,
+            micro_batches=self._memory.plan.micro_batches,
+            noticed=self._context.noticed,
+            saved=saved,
+            saves=saves,
         )
+        self._context.emit(io.SendLeader(beat))
         self.last_times = None
         self._earlier.clear()
 
@@ -144,17 +133,8 @@ class LighthouseSession:
         """Keep the times of a step for the next heartbeat, and the older ones in short."""
         before, self.last_times = self.last_times, times
         if before is not None and not self.busy:
-            tokens = sum(before.work.values())
-            self._earlier.append(
-                EarlierStep(
-                    self._times_step,
-                    before.compute_s,
-                    tokens,
-                    before.squares,
-                    before.samples,
-                    before.micro_batches,
-                )
-            )
+            work = sum(before.work.values()), before.squares, before.samples, before.micro_batches
+            self._earlier.append(EarlierStep(self._times_step, before.compute_s, *work))
         self._times_step = step
 
     def open(self, snapshots: tuple[SnapshotRef, ...]) -> None:
@@ -196,9 +176,7 @@ class LighthouseSession:
         if message.retry:
             # A member that is outvoted loads another state when an epoch leaves it out.
             self._memory.state.outvoted = self._memory.state.outvoted or message.outvoted
-            self._context.emit(
-                io.WriteJournal("kept out", self._epochs.epoch(), self._memory.state.step, message.reason)
-            )
+            self._epochs.journal("kept out", message.reason)
         elif message.above:
             self._context.emit(io.ClaimAbove(message.above))
             self._context.stop(RESTART, message.reason)

@@ -192,9 +192,6 @@ class LinkState:
         while len(self.early) > MAX_EARLY_ROUNDS:
             del self.early[min(self.early)]
 
-    def take_early(self, key: tuple[int, int]) -> list[io.FromPeer]:
-        return self.early.pop(key, [])
-
 
 class CoreContext:
     """The context of one core, in each of its parts. Times are monotonic seconds."""
@@ -223,6 +220,12 @@ class CoreContext:
 
     def emit(self, effect: io.Effect) -> None:
         self.effects.append(effect)
+
+    def to_members(self, record: Record, message: m.PeerMessage) -> None:
+        """Send to every other member of ``record``."""
+        for x in record.roster:
+            if x.replica != self.replica:
+                self.emit(io.SendPeer(x.replica, x.incarnation, message))
 
 
 class MemberMemory:
@@ -292,6 +295,10 @@ class KnownEpochs:
                 f"at step {self._memory.state.step} in epoch {self.epoch()}"
             )
         self.mode = mode
+
+    def journal(self, kind: str, why: str, about: str = "") -> None:
+        """Write a line about my epoch and step into the journal."""
+        self._context.emit(io.WriteJournal(kind, self.epoch(), self._memory.state.step, why, about))
 
     def runs(self, epoch: int) -> bool:
         current = self.current

@@ -277,19 +277,17 @@ def replica_times(times: Sequence[StepTimes | None], stages: Sequence[int] = ())
         return replace(times[0], measured=measured) if times[0] is not None else None
     if not timed or len(timed) < len(times):
         return None
-    placed = zip(timed, stages or [0] * len(timed), strict=True)
-    ranks = tuple(_rank_times(x, stage) for x, stage in placed)
-    return replace(timed[0], ranks=ranks, measured=measured)
-
-
-def _rank_times(times: StepTimes, stage: int) -> RankTimes:
-    return RankTimes(
-        compute_s=round(max(0.0, times.compute_s - times.waited_s), 6),
-        waited_s=round(times.waited_s, 6),
-        tokens=sum(times.work.values()),
-        squares=times.squares,
-        stage=stage,
+    ranks = tuple(
+        RankTimes(
+            compute_s=round(max(0.0, x.compute_s - x.waited_s), 6),
+            waited_s=round(x.waited_s, 6),
+            tokens=sum(x.work.values()),
+            squares=x.squares,
+            stage=stage,
+        )
+        for x, stage in zip(timed, stages or [0] * len(timed), strict=True)
     )
+    return replace(timed[0], ranks=ranks, measured=measured)
 
 
 def replica_share(groups: Sequence[int], shares: Sequence[tuple[float, Metrics]]) -> tuple[float, Metrics]:

@@ -36,6 +36,7 @@ _WORDS |= {"array": "a list", "object": "an object"}
 _TYPE = re.compile(r"`([^`]*)`")
 
 T = TypeVar("T")
+_decoder = cache(msgspec.json.Decoder)
 
 _KINDS: dict[str, type[network.Message]] = {kind.__name__: kind for kind in get_args(network.Message)}
 # The heads that ``encode`` writes. A text that begins with one of them is decoded in one pass.
@@ -74,23 +75,20 @@ def decode(data: bytes | str, most: Callable[[type], int] | None = None) -> netw
     """
     data = _plain(data)
     head, comma = data[:_HEAD_BYTES], cast(Any, "," if isinstance(data, str) else b",")
-    usual = _USUAL_HEADS.get(head[: head.find(comma, head.find(comma) + 1)])
-    cls = usual or _kind_of(decode_value(MessageHead, data, "message"))
+    cls = _USUAL_HEADS.get(head[: head.find(comma, head.find(comma) + 1)])
+    if cls is None:
+        unusual = decode_value(MessageHead, data, "message")
+        kind = _of_head(unusual.kind)
+        cls = _KINDS.get(kind) if isinstance(kind, str) else None
+        if cls is None:
+            raise ProtocolError(f"unknown kind of message {_short(kind)}: upgrade the older side")
+        if cls is not network.Rejected:  # a refusal must reach a side of any version
+            check_version(_of_head(unusual.version))
     if most is not None and len(data) > most(cls):
         raise ProtocolError(
             f"a {cls.__name__} of {len(data)} characters is over the limit of {most(cls)}: send a shorter one"
         )
     return decode_value(cls, data, cls.__name__)
-
-
-def _kind_of(head: MessageHead) -> type[network.Message]:
-    kind = _of_head(head.kind)
-    cls = _KINDS.get(kind) if isinstance(kind, str) else None
-    if cls is None:
-        raise ProtocolError(f"unknown kind of message {_short(kind)}: upgrade the older side")
-    if cls is not network.Rejected:  # a refusal must reach a side of any version
-        check_version(_of_head(head.version))
-    return cls
 
 
 def sender_of(data: str) -> str:
@@ -174,11 +172,6 @@ def decode_line(line: bytes, advice: str = "send one JSON object per line") -> d
     if not isinstance(body, dict):
         raise ProtocolError(f"this line is not a JSON object: {advice}")
     return body
-
-
-@cache
-def _decoder(cls: type) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(cls)
 
 
 def _plain(data: bytes | str) -> bytes | str:

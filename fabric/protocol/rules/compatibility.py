@@ -25,7 +25,12 @@ _PLANES = {"host": "in host memory", "device": "on a GPU", "nccl": "through NCCL
 
 def incompatibility(a: OpenSession, b: OpenSession) -> str:
     """Say why these two replicas cannot be members of one job, and what to do; empty when they can."""
-    what = _model(a, b) or _data(a, b)
+    what = _model(a, b)
+    # Processes that began at unequal steps may have begun with unequal data, as in a curriculum. Their
+    # members compare them at each change (``split_by_data``).
+    clauses = unequal_settings(_settings(a), _settings(b)) if a.began == b.began else ""
+    if what is None and clauses:
+        what = "data settings", f" ({clauses})"
     if what:
         return (
             f"{a.replica} has other {what[0]} than {b.replica}{what[1]}: start every replica with the same "
@@ -52,24 +57,20 @@ def _model(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
     if a.layout != b.layout and a.tensors and a.tensors == b.tensors:
         return "layout of gradients", " (equal parameters: the sharding or the release of fabric differs)"
     if a.layout != b.layout:
-        return "parameters (names, shapes, dtypes or their order)", _tensor(a.tensors, b.tensors)
+        # Either side may have no descriptions.
+        described = a.tensors and b.tensors
+        pairs = enumerate(zip_longest(a.tensors, b.tensors, fillvalue="missing") if described else ())
+        differ = (
+            f" (parameter {number} is {here} here, and {there} there)"
+            for number, (here, there) in pairs
+            if here != there
+        )
+        return "parameters (names, shapes, dtypes or their order)", next(differ, "")
     if a.cuts != b.cuts:
         difference = layout_text.difference(a.replica, a.cuts, b.replica, b.cuts)
         if difference:
             return "parts of the parameters", f" ({difference})"
     return None
-
-
-def _data(a: OpenSession, b: OpenSession) -> tuple[str, str] | None:
-    """The data settings that differ between two replicas, and the difference.
-
-    Processes that began at unequal steps may have begun with unequal data, as in a curriculum. Their members
-    compare them at each change (``split_by_data``).
-    """
-    if a.began != b.began:
-        return None
-    clauses = unequal_settings(_settings(a), _settings(b))
-    return ("data settings", f" ({clauses})") if clauses else None
 
 
 def settings_in(described: str) -> dict[str, str]:
@@ -80,12 +81,12 @@ def settings_in(described: str) -> dict[str, str]:
 
 def unequal_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """The settings that differ, in clauses for people; empty where none does."""
-    clauses = []
-    for name in {**ours, **theirs}:
-        here, there = ours.get(name, "not given"), theirs.get(name, "not given")
-        if here != there:
-            clauses.append(f"{_LABELS.get(name, name)} is {here} here and {there} there")
-    return ", ".join(clauses)
+    return ", ".join(
+        f"{_LABELS.get(name, name)} is {ours.get(name, 'not given')} here and "
+        f"{theirs.get(name, 'not given')} there"
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    )
 
 
 def _settings(session: OpenSession) -> dict[str, str]:
@@ -98,16 +99,6 @@ def _settings(session: OpenSession) -> dict[str, str]:
         "on_poison": sharing.on_poison,
         "on_loss": sharing.on_loss,
     }
-
-
-def _tensor(ours: tuple[str, ...], theirs: tuple[str, ...]) -> str:
-    """The first parameter that differs, for people; empty where either side has no descriptions."""
-    if not ours or not theirs:
-        return ""
-    for number, (here, there) in enumerate(zip_longest(ours, theirs, fillvalue="missing")):
-        if here != there:
-            return f" (parameter {number} is {here} here, and {there} there)"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,19 +122,14 @@ def _witnesses(record: Record, reports: Mapping[str, Report], step: int) -> dict
     if not entered:
         return {}
     newest = max(entered, key=lambda x: x.round_epoch)
-    names = _in_round(newest, record)
+    names = frozenset(newest.round_roster)  # the members of this epoch that were in that round
+    if newest.round_lacked is not None:
+        names = frozenset(record.names) - frozenset(newest.round_lacked)
     return {
         name: x if x.round_epoch == newest.round_epoch else replace(x, prepared=False)
         for name, x in reports.items()
         if name in names
     }
-
-
-def _in_round(report: Report, record: Record) -> frozenset[str]:
-    """The members of this epoch that were in the report's round."""
-    if report.round_lacked is None:
-        return frozenset(report.round_roster)
-    return frozenset(record.names) - frozenset(report.round_lacked)
 
 
 def _commit(record: Record, witnesses: Mapping[str, Report], step: int, work: WorkByStep) -> Resume:
@@ -163,7 +158,11 @@ def _redo(record: Record, reports: Mapping[str, Report], step: int, work: WorkBy
     taken: set[int] = set()
     for member in record.roster:
         report = reports.get(member.replica)
-        if report is None or not _able(report, record, step, digest):
+        if report is None:
+            continue
+        # A member can compute if its state is at ``step``, or will be at once.
+        behind = report.step == step - 1 and _prepared(report, record, step - 1)
+        if report.step != step and not (behind and digest and report.gradient_digest == digest):
             continue
         kept = set(report.have) if report.step == step else set()
         if kept & taken:
@@ -185,12 +184,6 @@ def _redo(record: Record, reports: Mapping[str, Report], step: int, work: WorkBy
     )
     reason = f"step {step} is redone, {changed} micro-batches change hands"
     return Resume(record.fence, step, table, digest, reason)
-
-
-def _able(report: Report, record: Record, step: int, digest: str) -> bool:
-    """Whether this member can compute in the redone round: its state is, or will be at once, at ``step``."""
-    behind = report.step == step - 1 and _prepared(report, record, step - 1)
-    return report.step == step or (behind and bool(digest) and report.gradient_digest == digest)
 
 
 def _outvoted(record: Record, reports: Mapping[str, Report]) -> Evict | None:
@@ -243,16 +236,23 @@ def _minority(
     counts = Counter(digests.values())
     if len(counts) <= 1:
         return None
-    best = max(counts.values())
-    tenures = {d: _tenure(record, digests, d) for d, count in counts.items() if count == best}
+    best, entered = max(counts.values()), {member.replica: member.since for member in record.roster}
+    # Digest -> the epochs that admitted its members, the latest first; lower means longer tenure.
+    tenures = {
+        d: sorted((entered[name] for name, other in digests.items() if other == d), reverse=True)
+        for d, count in counts.items()
+        if count == best
+    }
     longest = min(tenures.values())
     winners = [d for d, tenure in tenures.items() if tenure == longest]
     newest = _newest_of_two(record, digests)
     if newest and reports[newest].unconfirmed:
         (other,) = digests.keys() - {newest}
-        since = next(x.since for x in record.roster if x.replica == newest)
-        why = f"{newest} disagrees with {other} about {what}, and was let in last, in epoch {since}, and has"
-        return Evict((newest,), f"{why} agreed with no member since")
+        since = f"was let in last, in epoch {entered[newest]}"
+        why = (
+            f"{newest} disagrees with {other} about {what}, and {since}, and has agreed with no member since"
+        )
+        return Evict((newest,), why)
     if len(digests) == 2 or len(winners) > 1:
         names = " and ".join(f"{name} ({digest[:8]})" for name, digest in sorted(digests.items()))
         return Undecidable(
@@ -272,9 +272,3 @@ def _newest_of_two(record: Record, digests: Mapping[str, str]) -> str:
 def _disagrees(names: tuple[str, ...], what: str) -> str:
     verb = "disagrees" if len(names) == 1 else "disagree"
     return f"{', '.join(names)} {verb} with the majority about {what}"
-
-
-def _tenure(record: Record, digests: Mapping[str, str], digest: str) -> tuple[int, ...]:
-    """The epochs that admitted the members with this digest, the latest first; lower means longer tenure."""
-    entered = {member.replica: member.since for member in record.roster}
-    return tuple(sorted((entered[name] for name, other in digests.items() if other == digest), reverse=True))

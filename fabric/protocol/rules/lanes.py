@@ -217,17 +217,13 @@ def _refine(cuts: Sequence[_Cut]) -> list[_CommonPiece]:
             for part in cut.parts
             if (region := piece.region.common(part.region)).elements
         ]
-    return [*sorted(pieces, key=lambda piece: piece.region.begin), *_empty_piece(cuts)]
-
-
-def _empty_piece(cuts: Sequence[_Cut]) -> list[_CommonPiece]:
-    """The piece that tells the ranks with an empty part of one parameter whether it has a gradient."""
-    count = max(len(cut.without) for cut in cuts)
-    if not count:
-        return []
-    holders = [cut.without or tuple(rank for part in cut.parts for rank in part.ranks) for cut in cuts]
-    nothing = TensorRegion.whole((0,) * len(cuts[0].shape))
-    return [_CommonPiece(nothing, tuple(ranks[:count] for ranks in holders))]
+    pieces.sort(key=lambda piece: piece.region.begin)
+    if count := max(len(cut.without) for cut in cuts):
+        # It tells the ranks with an empty part of the parameter whether it has a gradient.
+        holders = [cut.without or tuple(rank for part in cut.parts for rank in part.ranks) for cut in cuts]
+        nothing = TensorRegion.whole((0,) * len(cuts[0].shape))
+        pieces.append(_CommonPiece(nothing, tuple(ranks[:count] for ranks in holders)))
+    return pieces
 
 
 def _check_equal_models(cuts: Mapping[str, Mapping[str, _Cut]]) -> None:

@@ -4,13 +4,14 @@ The text is JSON, packed: a model has thousands of parameters, and their names a
 """
 
 import base64
-import binascii
 import hashlib
 import json
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion, lanes_of
@@ -19,8 +20,8 @@ from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegi
 MAX_CHARACTERS = 64 * 1024
 MAX_JSON_BYTES = 1 << 20
 MAX_CONTAINERS = 1 << 17
-_MAX_SIZE = 1 << 48
-_MAX_DIMENSIONS = 16
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+_Sizes = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=16)]
 # The number of layouts whose summaries are kept.
 MOST_KNOWN = 512
 # The difference between two layouts is named if they have at most this many parts.
@@ -36,6 +37,14 @@ class LayoutSummary:
     model: str  # hash of the names, dtypes and shapes of the parameters
 
 
+class _LayoutBody(msgspec.Struct):
+    """The JSON of a layout. An entry of a rank is the number of a parameter, perhaps with begin and sizes."""
+
+    parameters: list[tuple[str, str, _Sizes]]
+    ranks: list[list[list[_Size | _Sizes]]]
+
+
+_DECODER = msgspec.json.Decoder(_LayoutBody)
 _known: dict[str, LayoutSummary] = {}  # text -> its summary; only texts that were accepted
 
 
@@ -74,17 +83,9 @@ def _read(text: str) -> ReplicaLayout:
         data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_JSON_BYTES)
         if not unpacker.eof or data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
             raise ValueError("too long")
-        body = json.loads(data)
-        parameters = [(_word(name), _word(dtype), _sizes(shape)) for name, dtype, shape in body["parameters"]]
-        return ReplicaLayout(tuple(tuple(_held(parameters, entry) for entry in row) for row in body["ranks"]))
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        RecursionError,
-        zlib.error,
-        binascii.Error,
-    ) as error:
+        body = _DECODER.decode(data)
+        return ReplicaLayout(tuple(tuple(_held(body, entry) for entry in row) for row in body.ranks))
+    except (ValueError, TypeError, LookupError, RecursionError, zlib.error) as error:
         raise ProtocolError(f"a member announced a layout that cannot be read ({error})") from error
 
 
@@ -131,27 +132,12 @@ def difference(a: str, layout_of_a: str, b: str, layout_of_b: str) -> str:
     return f"{a} and {b} have other parameters: start every replica with the same model"
 
 
-def _held(parameters: list[tuple[str, str, tuple[int, ...]]], entry: list[Any]) -> HeldParameter:
-    name, dtype, shape = parameters[_size(entry[0])]
-    if len(entry) == 1:
-        return HeldParameter(name, dtype, shape, TensorRegion.whole(shape))
-    _, begin, sizes = entry
-    return HeldParameter(name, dtype, shape, TensorRegion(_sizes(begin), _sizes(sizes)))
-
-
-def _word(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a name is a string")
-    return value
-
-
-def _sizes(values: object) -> tuple[int, ...]:
-    if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
-        raise TypeError(f"a shape is a list of at most {_MAX_DIMENSIONS}")
-    return tuple(map(_size, values))
-
-
-def _size(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_SIZE:
-        raise ValueError("a size is a count")
-    return value
+def _held(body: _LayoutBody, entry: list[int | _Sizes]) -> HeldParameter:
+    """The parameter of an entry: its number alone where the rank holds it whole, else with the part."""
+    match entry:
+        case [int(number)]:
+            name, dtype, shape = body.parameters[number]
+            return HeldParameter(name, dtype, shape, TensorRegion.whole(shape))
+        case [int(number), tuple(begin), tuple(sizes)]:
+            return HeldParameter(*body.parameters[number], TensorRegion(begin, sizes))
+    raise TypeError("a rank holds a parameter by its number, perhaps with a begin and sizes")

@@ -50,11 +50,6 @@ def reachable_set(
     return tuple(name for i, name in enumerate(seniority) if i in kept)
 
 
-def _worth(kept: Collection[int], new: Collection[int]) -> tuple[int, int, tuple[int, ...]]:
-    """The rank of a set: veterans, members, and the places of the most senior ones."""
-    return sum(i not in new for i in kept), len(kept), tuple(-i for i in sorted(kept))
-
-
 def _best(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int]:
     """Try every way to leave members out, and take the best."""
 
@@ -65,7 +60,11 @@ def _best(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int]:
         chosen = max(cut, key=lambda i: (len(neighbours[i] & left), -i))
         without = search(left - {chosen})
         with_it = search(left - neighbours[chosen])
-        return max(without, with_it, key=lambda kept: _worth(kept, new))
+        # The most veterans, then the most members, then the most senior ones.
+        return max(
+            (without, with_it),
+            key=lambda kept: (sum(i not in new for i in kept), len(kept), [-i for i in sorted(kept)]),
+        )
 
     return set(search(frozenset(neighbours)))
 

@@ -41,10 +41,6 @@ def merged(poisons: Iterable[Poison], deaths: Deaths) -> tuple[Poison, ...]:
     return tuple(Poison(step, tuple(sorted(ids))) for step, ids in sorted(by_step.items()))
 
 
-def size(poison: Iterable[Poison]) -> int:
-    return sum(len(p.micro_batches) for p in poison)
-
-
 def sentence(deaths: Deaths) -> str:
     """Tell a person what happened and what to do."""
     places = [

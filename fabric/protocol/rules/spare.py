@@ -377,16 +377,14 @@ class _PathSearch:
             if group == source or group not in self._computed:
                 continue
             reached = cost + int(type_ not in self._computed[group]) - returned
-            if reached < self._cost.get(group, _FAR) and not (self._cheap and reached >= self.cost):
-                self._reach(group, reached, type_, source)
-
-    def _reach(self, group: int, cost: int, type_: int, source: int) -> None:
-        self._cost[group], self._via[group] = cost, (type_, source)
-        if len(self._owned[group]) < self._depth:
-            if cost < self.cost:
-                self.goal, self.cost = group, cost
-        elif group not in self._queue:
-            self._queue.append(group)
+            if reached >= self._cost.get(group, _FAR) or (self._cheap and reached >= self.cost):
+                continue
+            self._cost[group], self._via[group] = reached, (type_, source)
+            if len(self._owned[group]) >= self._depth:
+                if group not in self._queue:
+                    self._queue.append(group)
+            elif reached < self.cost:
+                self.goal, self.cost = group, reached
 
     def path(self) -> list[tuple[int, int]]:
         """The moves as (type, new owner), from the free slot back to the type that had no owner."""

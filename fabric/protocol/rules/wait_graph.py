@@ -24,12 +24,9 @@ def ring_order(names: Sequence[str], bad: Mapping[tuple[str, str], int]) -> tupl
     ``bad`` counts complaints by (sender, receiver). Three members in a ring are all neighbours, so only the
     direction can change. The result is deterministic, and is ``names`` where no link is bad.
     """
-    best = tuple(names)
-    cost = _cost(best, bad)
-    turned = tuple(reversed(best))
-    if _cost(turned, bad) < cost:
-        best, cost = turned, _cost(turned, bad)
-    improved = True
+    orders = (tuple(names), tuple(reversed(names)))
+    best = min(orders, key=lambda order: _cost(order, bad))  # of equal ones the first
+    cost, improved = _cost(best, bad), True
     while cost and improved:
         improved = False
         for sender, receiver in sorted(bad):

@@ -86,7 +86,6 @@ class Fleet:
             "FABRIC_LIGHTHOUSE": self._url,
             "FABRIC_TOKEN_FILE": str(self.folder / "token"),
             "FABRIC_RUN_DIR": str(self.folder / "run" / replica),
-            "FABRIC_ORPHAN_S": "30",
             "BENCHMARK_OUT": str(self.folder / f"{replica}.json"),
             **self._environment,
             **more,

@@ -209,7 +209,6 @@ class Trainers:
                 "FABRIC_LIGHTHOUSE": ",".join(self._urls),
                 "FABRIC_TOKEN_FILE": str(self._folder / "token"),
                 "FABRIC_RUN_DIR": str(self._folder / name),
-                "FABRIC_ORPHAN_S": "10",
                 "BENCHMARK_STEPS": str(self._steps) if name == REPLICAS[0] else "",
             }
             with self._log.open("ab") as log:

@@ -173,12 +173,12 @@ def _durable(chosen: Settings) -> Finding:
 
 def _bind(chosen: Settings) -> Finding:
     try:
-        probe = bind_first_free(chosen.bind, parse_ports(chosen.ports))
+        probe = bind_first_free(chosen.host, parse_ports(chosen.ports))
     except FabricError as error:
-        return Finding("bad", f"no port of {chosen.ports} is free at {chosen.bind}", str(error))
+        return Finding("bad", f"no port of {chosen.ports} is free at {chosen.host}", str(error))
     port = probe.getsockname()[1]
     probe.close()
-    return Finding("ok", f"listens at {chosen.bind}, for instance on port {port}")
+    return Finding("ok", f"listens at {chosen.host}, for instance on port {port}")
 
 
 def _advertise(chosen: Settings) -> Finding:
@@ -193,7 +193,7 @@ def _advertise(chosen: Settings) -> Finding:
                 "set FABRIC_ADVERTISE to one that peers know",
             )
         loopback = all(address.startswith("127.") or address == "::1" for address in places)
-        if loopback and chosen.bind not in ("127.0.0.1", "::1", "localhost"):
+        if loopback and chosen.host not in ("127.0.0.1", "::1", "localhost"):
             return Finding(
                 "bad", f"{host} is this host's own loopback: no peer reaches it there", "set FABRIC_ADVERTISE"
             )

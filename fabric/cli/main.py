@@ -13,7 +13,6 @@ from pathlib import Path
 import click
 
 from fabric import __version__
-from fabric.cli.lighthouse_options import tls_options
 from fabric.errors import FabricError
 from fabric.runtime.config import refuse_unknown_variables
 from fabric.runtime.http.tls import Tls
@@ -212,13 +211,18 @@ def commands() -> None:
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="fabric")
-@tls_options
+@click.option(
+    "--tls",
+    envvar="FABRIC_TLS",
+    type=click.Path(path_type=Path),
+    help="Folder with tls.crt, tls.key and ca.crt (PEM), for TLS in both directions; FABRIC_TLS.",
+)
 @click.pass_context
-def cli(context: click.Context, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None) -> None:
+def cli(context: click.Context, tls: Path | None) -> None:
     """A checkpoint and recovery fabric for data-parallel PyTorch training."""
     if context.invoked_subcommand not in _TAKE_ANY_VARIABLES:
         refuse_unknown_variables()
-    context.obj = Tls(tls_cert, tls_key, tls_ca)
+    context.obj = Tls(tls)
 
 
 def main() -> None:

@@ -36,6 +36,8 @@ SEARCH_PATH = os.pathsep.join(
 _BEGINS = re.compile(
     r"fabric: \S+: ((begins|begins again with|goes on with) job \S+ at step \d+, generation |epoch \d+ with )"
 )
+# A trainer that finds no lighthouse gives up after a second.
+SHORT_CONTACT = {"FABRIC_AUTONOMY_S": "1", "FABRIC_EXCHANGE_S": "1"}
 DEADLINE_S = 180.0  # such a wait usually takes a second or two, but the machine may be loaded
 
 
@@ -183,7 +185,6 @@ class Job:
             "FABRIC_JOURNAL": str(self.journal(replica)),
             "FABRIC_RUN_DIR": str(self.folder / "run" / replica),
             "FABRIC_DIGEST_EVERY": "1",
-            "FABRIC_ORPHAN_S": "60",
             **self.environment,
             **more,
         }

@@ -118,7 +118,7 @@ async def test_a_refused_trainer_comes_back_to_the_same_lighthouse(monkeypatch):
     await site.start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     refused: list[str] = []
-    link = LighthouseLink(Settings(job="job", replica="r0", lighthouse=(url,), contact_s=0.0))
+    link = LighthouseLink(Settings(job="job", replica="r0", lighthouse=(url,), autonomy_s=0.0))
     async with asyncio.timeout(60):
         await link.run(lambda _: None, refused.append)
     await runner.cleanup()

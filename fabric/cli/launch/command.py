@@ -18,7 +18,7 @@ from fabric.runtime.process_environment import own_program, process_environment
 from fabric.runtime.rank_layout import MAX_RANKS, RankLayout, is_count, parse_layout
 
 # Options that set a variable of the trainer's environment.
-_VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
+_VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file")
 
 
 @click.command(name="launch", context_settings={"allow_interspersed_args": False})
@@ -26,7 +26,7 @@ _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
     "--ranks",
     "--nproc-per-node",
     default="",
-    help="Number of ranks: 4, or 1:4 for as many as this host has devices; FABRIC_RANKS, else 1.",
+    help="Number of ranks: 4, or 1:4 for as many as this host has devices; else as the layout says, or 1.",
 )
 @click.option(
     "--layout",
@@ -84,7 +84,7 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
         _make_folder(log_dir)
     plan = LaunchPlan(
         command=command,
-        candidates=candidates(tuple(map(parse_layout, layouts)), _all_ranks(chosen.ranks, nodes)),
+        candidates=candidates(tuple(map(parse_layout, layouts)), _all_ranks(options["ranks"], nodes)),
         nodes=nodes,
         node=node,
         environment=environment,

@@ -261,9 +261,7 @@ def start_injector(chosen: Settings) -> None:
         "FABRIC_REPLICA": chosen.replica,
         "FABRIC_LIGHTHOUSE": ",".join(chosen.lighthouse),
         "FABRIC_TOKEN_FILE": str(chosen.token_file or ""),
-        "FABRIC_TLS_CERT": str(chosen.tls_cert or ""),
-        "FABRIC_TLS_KEY": str(chosen.tls_key or ""),
-        "FABRIC_TLS_CA": str(chosen.tls_ca or ""),
+        "FABRIC_TLS": str(chosen.tls.folder or ""),
     }
     subprocess.Popen(
         [sys.executable, "-m", "fabric.drill.injection.injector", json.dumps(trainer.words())],

@@ -213,7 +213,7 @@ class StartedJob(LocalJob):
         settings = {
             "FABRIC_DRILL": "1",
             "FABRIC_ADVERTISE": host,
-            "FABRIC_PORTS": f"{ports[0]}-{ports[-1]}",
+            "FABRIC_BIND": f"127.0.0.1:{ports[0]}-{ports[-1]}",
             # Links in shared memory would pass by the relay.
             "FABRIC_DATA_PLANE": "tcp",
             # The audit needs the digest of the state after every step.

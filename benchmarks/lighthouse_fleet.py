@@ -155,8 +155,8 @@ class BenchmarkLighthouse(BenchmarkProcess):
         self._ready.unlink(missing_ok=True)
         return [
             *(sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self._store),
-            *("--port", str(self._port), "--token-file", str(self._token_file)),
-            *("--ready-file", str(self._ready), "--max-replicas", "30000"),
+            *("--bind", f"127.0.0.1:{self._port}", "--token-file", str(self._token_file)),
+            *("--ready-file", str(self._ready), "--limit", "max-replicas=30000"),
         ]
 
     def environment(self) -> dict[str, str]:

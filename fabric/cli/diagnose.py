@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import click
 
-from fabric.cli.lighthouse_options import current_tls, lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import current_tls, json_option, lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import all_printable
 from fabric.collectives.calls import side_by_side
 from fabric.collectives.hangs import waits
@@ -259,7 +259,7 @@ def _json(data: bytes) -> Mapping[str, Any]:
 )
 @click.option("--settle-s", default=3.0, show_default=True, help="Seconds between two looks at a living job.")
 @click.option("--save", type=click.Path(path_type=Path), help="Keep what a living job has recorded here.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@json_option
 def diagnose(
     sources: tuple[str, ...],
     settle_s: float,

@@ -21,7 +21,7 @@ import click
 
 from fabric import command_of_another
 from fabric.ckpt_server.durable.storage import ANSWER_S, Storage, StorageCall, StorageError
-from fabric.cli.lighthouse_options import store_access, store_access_options
+from fabric.cli.lighthouse_options import store_access, store_options
 from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.model import printable
 from fabric.runtime.config import (
@@ -61,17 +61,16 @@ class Finding:
 
 
 @click.command()
-@click.option("--store", default="", help="Look at this store too, as `fabric lighthouse --store` would.")
-@store_access_options
+@store_options(required=False)
 @click.option("--state-gb", default=0.0, help="Parameters and optimizer state of one process, in GB.")
-def doctor(store: str, state_gb: float, **access: Any) -> None:
+def doctor(store: str | None, state_gb: float, **access: Any) -> None:
     """Check this host for a replica with the FABRIC_* settings that are set, and say what to do.
 
-    Where lighthouses run, `fabric doctor --store URL` is enough.
+    With --store it looks at the store too; where lighthouses run, that is enough.
     """
     worst = 0
     for_replica = bool(given_text("replica")) or not store
-    for finding in examine(store, state_gb, store_access(access), replica=for_replica):
+    for finding in examine(store or "", state_gb, store_access(access), replica=for_replica):
         worst = max(worst, ("ok", "warn", "bad").index(finding.level))
         what, advice = printable(finding.what), printable(finding.do)  # a lighthouse's own words may be in it
         click.echo(f"{finding.level:<5}{what}" + (f"\n     {advice}" if advice else ""))

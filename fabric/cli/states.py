@@ -22,7 +22,7 @@ from fabric.ckpt_server.format.manifest import BlockDigests, block_digest, diges
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.reading import BlockState, MergedState, ReadableState, open_manifested, open_state
 from fabric.ckpt_server.server.statistics import values
-from fabric.cli.lighthouse_options import current_tls, lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import current_tls, json_option, lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import plain_console
 from fabric.errors import ConfigError, IntegrityError, ProtocolError, StateError, Unreachable
 from fabric.lighthouse.connections.validation import check_name
@@ -109,7 +109,6 @@ _PIECE_ELEMENTS = 1 << 20
 
 # A snapshot of a running job is there for a few steps only, so a comparison may begin again.
 _TRIES = 5
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def token_of(token_file: Path | None) -> str:
@@ -130,7 +129,7 @@ def tell_part(state: ReadableState) -> None:
 @click.command("inspect")
 @click.argument("state")
 @lighthouse_options
-@_json_option
+@json_option
 def inspect_state(state: str, lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
     """Show what is in STATE: a file, a replica of the job, the URL of a checkpoint server (its newest
     snapshot) or of a snapshot, or a durable checkpoint (its folder, or that of its job or FABRIC_DURABLE for
@@ -162,21 +161,20 @@ def inspect_state(state: str, lighthouse: str, job: str, token_file: Path | None
 
 
 @click.command()
-@click.argument("first")
-@click.argument("second")
+@click.argument("states", nargs=2, metavar="FIRST SECOND")
 @lighthouse_options
-@_json_option
-def diff(first: str, second: str, lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
+@json_option
+def diff(states: tuple[str, str], lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
     """Show which tensors of two states differ, and by how much; each is named as for inspect, and they may be
     of different layouts of ranks. Two replicas are compared at the newest step that both hold. Exit code 1
     where any tensor differs."""
     names, token = StateNames(lighthouse, job, token_file), token_of(token_file)
     for tries_left in reversed(range(_TRIES)):
         try:
-            places = names.find(first, second)
+            places = names.find(*states)
             rows = _differences(places, token, as_json)
         except (StateError, Unreachable):
-            if not tries_left or not names.asks_lighthouse(first, second):
+            if not tries_left or not names.asks_lighthouse(*states):
                 raise
         else:
             raise SystemExit(1 if rows else 0)

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import json_option, lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import all_printable, plain_console
 from fabric.errors import FabricError, Unreachable
 from fabric.model import counted, first_of, printable
@@ -42,7 +42,7 @@ _HOSTS = 5
 
 @click.command()
 @lighthouse_options
-@click.option("--json", "as_json", is_flag=True, help="Print what the lighthouse answers as it is.")
+@json_option
 def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
     """Show the jobs of a lighthouse, or one of them."""
     lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=False)
@@ -68,13 +68,13 @@ def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> N
     if not console.is_terminal:
         _print_again_and_again(lighthouses, console, every_s)
         return
-    shown = _look(lighthouses, console.width)
+    shown = _picture(lighthouses, None, console.width)
     with Live(shown, console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(max(0.1, every_s))
                 try:
-                    shown = _look(lighthouses, console.width)
+                    shown = _picture(lighthouses, None, console.width)
                     live.update(shown, refresh=True)
                 except Unreachable as error:
                     # During a fail-over the last output stays, with a note that it is old.
@@ -113,7 +113,7 @@ def _print_again_and_again(lighthouses: Lighthouses, console: Console, every_s: 
     try:
         while True:
             try:
-                console.print(_look(lighthouses, console.width), "")
+                console.print(_picture(lighthouses, None, console.width), "")
             except Unreachable as error:
                 console.print(f"no picture: {error}", "", markup=False)
             console.file.flush()
@@ -122,11 +122,10 @@ def _print_again_and_again(lighthouses: Lighthouses, console: Console, every_s: 
         return
 
 
-def _look(lighthouses: Lighthouses, width: int) -> RenderableType:
-    return _picture(lighthouses, lighthouses.ask(lighthouses.path()), width)
-
-
 def _picture(lighthouses: Lighthouses, answer: Any, width: int) -> RenderableType:
+    """Show the answer to ``status``; None: ask for it first."""
+    if answer is None:
+        answer = lighthouses.ask(lighthouses.path())
     with understood("the lighthouse"):
         body = all_printable(answer)
         return _job(body, width) if lighthouses.job else _jobs(body)
@@ -453,7 +452,7 @@ _PAUSE_S = 0.5
 @lighthouse_options
 @click.option("--follow", "-f", is_flag=True, help="Go on as things happen, until Ctrl-C.")
 @click.option("--after", default=0, help="Only events with a greater id.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+@json_option
 def events(
     lighthouse: str, job: str, token_file: Path | None, follow: bool, after: int, as_json: bool
 ) -> None:

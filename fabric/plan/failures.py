@@ -393,7 +393,7 @@ def phases_of(records: Iterable[object]) -> RecoveryPhases:
     if len(deaths) < 2:
         raise ValueError(
             f"the job has {counted(len(deaths), 'recorded failure')}, and a rate needs at least 2: give"
-            f" --mtbf, or a preset"
+            f" mtbf_s=, or a preset"
         )
     detected = sorted(_number(r["detected"]) for r in deaths)
     stalls = [s for r in deaths if (s := _number(r.get("step_committed")) - _number(r["detected"])) > 0]

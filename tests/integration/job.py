@@ -136,11 +136,11 @@ class Job:
         """Start a lighthouse whose protocol version is ``apart`` above ours."""
         ready = self.folder / "lighthouse.json"
         ready.unlink(missing_ok=True)
-        arguments = ["--store", self.store, "--bind", self.bind, "--port", str(port)]
+        arguments = ["--store", self.store, "--bind", f"{self.bind}:{port}"]
         arguments += ["--token-file", str(self.token), "--ready-file", str(ready)]
         arguments += ["--namespace", self.environment.get("TEST_NAMESPACE", "default")]
         if failures := self.environment.get("TEST_FAILURES"):
-            arguments += ["--failures", failures]
+            arguments += ["--limit", f"failures={failures}"]
         with (self.folder / "lighthouse.log").open("ab") as log:
             if self.inside or apart:
                 script = [str(HERE / "version_lighthouse.py"), str(apart)]

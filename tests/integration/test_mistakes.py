@@ -522,7 +522,9 @@ DEAD_STORES = {
 def test_a_dead_store(tmp_path, url):
     (tmp_path / "garbage.db").write_bytes(b"this is no database, " * 400)
     values = {"folder": str(tmp_path), "closed": str(closed_port())}
-    code, said = fabric("lighthouse", "--store", url.format(**values), "--store-wait-s", "0.5", cwd=tmp_path)
+    code, said = fabric(
+        "lighthouse", "--store", url.format(**values), "--limit", "store-wait-s=0.5", cwd=tmp_path
+    )
     assert code == 1
     line = last_line(said)
     assert line.startswith("error: ") and DEAD_STORES[url].format(**values) in line
@@ -546,9 +548,9 @@ COMMANDS = [
         "without a token would serve anybody",
     ),
     (
-        ("lighthouse", "--store", "sqlite://{stores}/store.db", "--port", "many"),
+        ("lighthouse", "--store", "sqlite://{stores}/store.db", "--bind", "127.0.0.1:many"),
         1,
-        'the port "many" cannot be used',
+        '--bind is "127.0.0.1:many": give an address',
     ),
     (("lighthouse",), 2, "Missing option '--store'"),
     (("status",), 1, "no lighthouse is named"),

@@ -132,8 +132,8 @@ def test_on_a_lighthouses_host_the_doctor_needs_the_store_only(tmp_path):
 
 
 def test_the_doctor_checks_the_store_with_the_lighthouses_own_options(tmp_path):
-    said = fabric("doctor", "--store", "etcds://127.0.0.1:1", "--store-ca", tmp_path / "none.pem").stdout
-    assert "certificates cannot be used" in said and "none.pem" in said
+    said = fabric("doctor", "--store", "etcds://127.0.0.1:1", "--store-tls", tmp_path / "none").stdout
+    assert "certificates cannot be used" in said and "none/ca.crt" in said
 
 
 def test_a_port_that_is_taken_is_found(environment, monkeypatch):

@@ -27,6 +27,7 @@ from rich.text import Text
 from fabric.audit.audit import Evidence, absent
 from fabric.audit.journal import JournalLine, ReplicaJournal, lines_of, read_run
 from fabric.audit.summary import Verdict, judge, mean_loss, step_gaps, verify, write_summary
+from fabric.cli.lighthouse_options import out_option, replicas_option
 from fabric.cli.terminal_text import plain_console, print_table
 from fabric.drill.report.charts import ChartMark, ChartPoint, ChartSpan, bars, colour, curves, rosters
 from fabric.drill.report.documents import (
@@ -42,6 +43,7 @@ from fabric.errors import ConfigError, FabricError
 from fabric.model import printable
 from fabric.runtime.local_job import MAX_REPLICAS, POLL_S, LocalJob, claimed, interrupt_at_sigterm
 from fabric.runtime.process_environment import own_program
+from fabric.runtime.rank_layout import is_count
 
 # ``report.html`` and ``events.jsonl``: a run for people to look at.
 #
@@ -219,19 +221,18 @@ def _plain(views: Sequence[WatchedReplica]) -> str:
 
 
 JOB = "demo"
+TRAINER = "fabric.cli.demo.trainer"
 TIME_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The arguments of ``fabric demo``. ``kill_at`` None: no replica is killed. ``drop`` makes it the control
-    run: a survivor leaves a micro-batch of the dead replica out of its gradient."""
+    """The arguments of ``fabric demo``. ``kill_at`` None: no replica is killed."""
 
     out: Path
     replicas: int
     steps: int
     kill_at: int | None
-    drop: bool = False
     limit_s: float = TIME_LIMIT_S  # the demo has failed if it is not over by then
 
     @property
@@ -322,9 +323,7 @@ class _Supervisor:
     def _start_replica(self, name: str) -> None:
         options = self._options
         # Do not use `fabric run`: on a crowded host a low-priority start may take as long as the whole demo.
-        program = own_program("fabric.cli.demo.trainer", "--steps", str(options.steps))
-        if options.drop and name == options.names[0]:
-            program = (*program, "--drop-inherited")
+        program = own_program(TRAINER, "--steps", str(options.steps))
         # The audit needs the digest of the state after every step.
         settings = {"FABRIC_DIGEST_EVERY": "1", "OMP_NUM_THREADS": "1"}
         self._job.start_replica(name, ["--no-python", *program], settings)
@@ -370,35 +369,31 @@ FILES = ("supervisor.jsonl", "summary.json", "report.html", "events.jsonl")
 
 
 @click.group(invoke_without_command=True)
-@click.option("--out", default="demo-out", type=click.Path(path_type=Path), help="Folder of the run.")
-@click.option("--replicas", default=3, show_default=True, help="How many replicas train.")
+@out_option(default="demo-out")
+@replicas_option(default=3)
 @click.option("--steps", default=DEFAULT_STEPS, show_default=True, help="Steps to train.")
-@click.option("--kill-at", type=int, help="Kill a replica at this step; default a third of the run.")
-@click.option("--no-failure", is_flag=True, help="Kill no replica: the same job undisturbed.")
+@click.option("--kill-at", help="Kill a replica at this step, or never; default a third of the run.")
 @click.option("--limit-s", default=TIME_LIMIT_S, show_default=True, help="Most seconds for the run.")
-@click.option("--drop-micro-batch", is_flag=True, hidden=True)
 @click.pass_context
 def demo(
     context: click.Context,
     out: Path,
     replicas: int,
     steps: int,
-    kill_at: int | None,
-    no_failure: bool,
+    kill_at: str | None,
     limit_s: float,
-    drop_micro_batch: bool,
 ) -> None:
     """Train a language model with replicas, kill one with SIGKILL, and prove that nothing was lost."""
     if context.invoked_subcommand is not None:
         return
     console = plain_console()
     try:
-        kill = _kill_step(replicas, steps, kill_at, no_failure=no_failure)
-        if replicas == 1 and kill is None and not no_failure:
+        kill = _kill_step(replicas, steps, kill_at)
+        if replicas == 1 and kill_at is None:
             console.print(
                 "A single replica has no peer to catch up from: it is not killed unless --kill-at says so."
             )
-        _run(DemoOptions(out, replicas, steps, kill, drop_micro_batch, limit_s), console)
+        _run(DemoOptions(out, replicas, steps, kill, limit_s), console)
     except ConfigError as error:
         _fail(error, 2)
     except FabricError as error:
@@ -433,21 +428,21 @@ def _run(options: DemoOptions, console: Console) -> NoReturn:
     raise SystemExit(code)
 
 
-def _kill_step(replicas: int, steps: int, kill_at: int | None, *, no_failure: bool) -> int | None:
+def _kill_step(replicas: int, steps: int, kill_at: str | None) -> int | None:
     """Return the step at which to kill, None for no kill. Raises ConfigError for impossible arguments."""
     if not 1 <= replicas <= MAX_REPLICAS:
         raise ConfigError(f"--replicas must be between 1 and {MAX_REPLICAS}, not {replicas}.")
     if not 1 <= steps <= MAX_STEPS:
         raise ConfigError(f"--steps must be between 1 and {MAX_STEPS}, not {steps}.")
-    if no_failure:
-        if kill_at is not None:
-            raise ConfigError("--no-failure and --kill-at contradict each other; give one of them.")
-        return None
-    if kill_at is not None and not 1 <= kill_at < steps:
-        raise ConfigError(f"--kill-at must be between 1 and {steps - 1} for {steps} steps, not {kill_at}.")
     if kill_at is None:
         return None if replicas == 1 or steps == 1 else max(1, steps // 3)
-    return kill_at
+    if kill_at == "never":
+        return None
+    if not (is_count(kill_at) and int(kill_at) < steps):
+        raise ConfigError(
+            f"--kill-at must be between 1 and {steps - 1} for {steps} steps, or never, not {kill_at[:40]}."
+        )
+    return int(kill_at)
 
 
 def _fail(why: object, code: int) -> NoReturn:

@@ -36,10 +36,11 @@ _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file")
 )
 @click.option("--nodes", type=click.IntRange(1, MAX_NODES), default=1, help="Hosts of this replica: 1.")
 @click.option(
-    "--node", type=click.IntRange(0, MAX_NODES - 1), help="This host's number; SLURM_NODEID, a pod's index."
+    "--node",
+    default="",
+    help="This host's number (SLURM_NODEID, a pod's index), or spare: it takes a lost node's place.",
 )
-@click.option("--spare-node", is_flag=True, help="This host takes the place of any node that is lost.")
-@click.option("--job", default="", help="Name of the job; FABRIC_JOB.")
+@click.option("--job", default="", help="Which job; FABRIC_JOB.")
 @click.option("--replica", default="", help="Name of this replica; FABRIC_REPLICA.")
 @click.option("--replicas", default="", help="How many the job starts with; FABRIC_REPLICAS.")
 @click.option("--lighthouse", default="", help="URLs, separated by commas; FABRIC_LIGHTHOUSE.")
@@ -69,7 +70,7 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
     given = {f"FABRIC_{name.upper()}": options[name] for name in _VARIABLES if options[name]}
     environment = {**process_environment(), **given}
     nodes = options["nodes"]
-    node = _node_number(environment, options) if nodes > 1 or options["spare_node"] else 0
+    node = _node_number(environment, options) if nodes > 1 or options["node"] == "spare" else 0
     seen = environment if node != SPARE else {"FABRIC_REPLICA": "spare-node", **environment}
     try:
         chosen = _checked_settings(seen, check=not options["no_check"])
@@ -101,19 +102,18 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
 def _node_number(environment: dict[str, str], options: dict[str, Any]) -> int:
     """Return this host's number in its replica, SPARE for a spare host. Raises ConfigError."""
     nodes, given = options["nodes"], options["node"]
-    if options["spare_node"] and nodes == 1:
-        raise ConfigError("--spare-node is for replicas of several hosts: give their --nodes too")
-    if options["spare_node"] and given is not None:
-        raise ConfigError("--node and --spare-node contradict each other: leave one of them away")
-    if options["spare_node"]:
+    if given == "spare" and nodes == 1:
+        raise ConfigError("--node spare is for replicas of several hosts: give their --nodes too")
+    if given == "spare":
         return SPARE
-    texts = [environment.get(name, "") for name in ("SLURM_NODEID", "JOB_COMPLETION_INDEX")]
-    number = given if given is not None else next((int(text) for text in texts if text.isdecimal()), None)
+    texts = [given] if given else [environment.get(x, "") for x in ("SLURM_NODEID", "JOB_COMPLETION_INDEX")]
+    number = next((int(x) for x in texts if x.isascii() and x.isdecimal() and len(x) < 7), None)
     if number is None:
-        raise ConfigError(f"--nodes {nodes} needs this host's number: give --node 0 to {nodes - 1}")
+        wrong = f'--node is "{given[:80]}"' if given else f"--nodes {nodes} needs this host's number"
+        raise ConfigError(f"{wrong}: give --node 0 to {nodes - 1}, or --node spare")
     if number >= nodes:
         raise ConfigError(f"--node {number} is not below --nodes {nodes}: give 0 to {nodes - 1}")
-    return int(number)
+    return number
 
 
 def _all_ranks(ranks: str, nodes: int) -> str:

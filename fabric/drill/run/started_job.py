@@ -177,7 +177,7 @@ class StartedJob(LocalJob):
         self.lighthouse_weathers = {name: LinkWeather() for name in options.names}
         self.disk: SmallDisk | None = None  # of the durable checkpoints, where the schedule fills it
         # A drill fails the same replica again and again, which must not keep the replica out.
-        self.lighthouse_options = ("--failures", "0")
+        self.lighthouse_options = ("--limit", "failures=0")
 
     def __enter__(self) -> "StartedJob":
         options = self.options

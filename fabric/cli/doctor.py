@@ -10,7 +10,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -82,37 +82,25 @@ def examine(
 ) -> Iterator[Finding]:
     """Yield all findings; those about a replica's settings only with ``replica``."""
     yield from _versions()
-    yield from _settings() if replica else _variables()
+    try:
+        if replica:
+            chosen = settings()
+        else:
+            refuse_unknown_variables()
+    except ConfigError as error:
+        what = "the settings cannot be used" if replica else "a variable is unknown"
+        yield Finding("bad", what, str(error))
+    else:
+        if replica and not chosen.disable:
+            for check in (_token, _run_dir, _durable, _bind, _advertise):
+                yield check(chosen)
+            yield from asyncio.run(_lighthouses(chosen))
     yield _open_files()
     if replica and sys.platform == "linux":
         yield from _system_calls()
     yield _memory(state_gb)
     if store:
         yield from asyncio.run(_store(store, access))
-
-
-def _settings() -> Iterator[Finding]:
-    try:
-        chosen = settings()
-    except ConfigError as error:
-        yield Finding("bad", "the settings cannot be used", str(error))
-        return
-    if not chosen.disable:
-        yield from _replica(chosen)
-
-
-def _variables() -> Iterator[Finding]:
-    try:
-        refuse_unknown_variables()
-    except ConfigError as error:
-        yield Finding("bad", "a variable is unknown", str(error))
-
-
-def _replica(chosen: Settings) -> Iterator[Finding]:
-    checks: tuple[Callable[[Settings], Finding], ...] = (_token, _run_dir, _durable, _bind, _advertise)
-    for check in checks:
-        yield check(chosen)
-    yield from asyncio.run(_lighthouses(chosen))
 
 
 def _versions() -> Iterator[Finding]:

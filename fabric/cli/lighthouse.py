@@ -74,11 +74,17 @@ _LIMITS: dict[str, float] = {
 def lighthouse(form: str, bind: str, limits: Sequence[str], **given: Any) -> None:
     """Decide who takes part in each job, until SIGTERM. Start several on one store: one of them leads.
 
-    Limits: after this many `failures` within half an hour a replica or host is kept out for a while (0:
-    never). A dead leader's place is kept for `lease-s`. At most `max-jobs` are in progress, each of at most
-    `max-replicas`. A complete job's record is kept for `retain-s`. A member is dead after `silence-s`. The
-    first start waits for all replicas for `start-wait-s`. `autonomy-s` is the trainers' FABRIC_AUTONOMY_S.
-    The store is waited for for `store-wait-s`.
+    \b
+    Limits, in seconds where the name ends with -s:
+      autonomy-s    the trainers' FABRIC_AUTONOMY_S: how long they step without any lighthouse
+      failures      so many within half an hour keep a replica or a host out for a while; 0: never
+      lease-s       how long a dead leader's place is kept
+      max-jobs      most jobs in progress at once
+      max-replicas  replicas of each job
+      retain-s      how long the record of a complete job is kept
+      silence-s     silence of a dead member
+      start-wait-s  how long the first start waits for all replicas
+      store-wait-s  how long to wait for the store
     """
     logs.set_up("lighthouse", form)
     limit = parse_limits(limits)

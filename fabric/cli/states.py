@@ -52,7 +52,9 @@ class StateNames:
             held = {name: _held(status, name, self.job) for name in replicas}
             common = set.intersection(*(set(states) for states in held.values()))
             if not common:
-                raise StateError(f"{_listed(held)}: they hold no step in common now; ask again in a moment")
+                steps = {x: ", ".join(str(step) for _, step in sorted(states)) for x, states in held.items()}
+                listed = "; ".join(f"{x} holds step {text or 'none'}" for x, text in steps.items())
+                raise StateError(f"{listed}: they hold no step in common now; ask again in a moment")
             newest = max(common)
             return [held[x][newest] if x in held else self._in_job_folder(x) for x in names]
 
@@ -98,11 +100,6 @@ def _held(status: dict[str, Any], replica: str, job: str) -> dict[tuple[int, int
         )
         for generation, step in set.intersection(*refs)
     }
-
-
-def _listed(held: dict[str, dict[tuple[int, int], str]]) -> str:
-    steps = {name: ", ".join(str(step) for _, step in sorted(states)) for name, states in held.items()}
-    return "; ".join(f"{name} holds step {text or 'none'}" for name, text in steps.items())
 
 
 _PIECE_ELEMENTS = 1 << 20
@@ -335,7 +332,11 @@ def fetch_into(part: Path, state: BlockState, progress: Callable[[int], None] = 
                 progress(len(data))
         file.flush()
         os.fsync(file.fileno())
-        _check_whole(file.fileno(), state)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+            digest = file_digest(view)
+    wanted = state.manifest["digest"]
+    if digest != wanted:
+        raise IntegrityError(f"what came from {state.name} has the digest {digest} and not {wanted}")
     return fetched
 
 
@@ -381,11 +382,3 @@ def _fetch(state: BlockState, run: BlockRange) -> Iterator[memoryview]:
             tries += 1
             if tries == _TRIES:
                 raise
-
-
-def _check_whole(descriptor: int, state: BlockState) -> None:
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-        digest = file_digest(view)
-    wanted = state.manifest["digest"]
-    if digest != wanted:
-        raise IntegrityError(f"what came from {state.name} has the digest {digest} and not {wanted}")

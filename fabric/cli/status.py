@@ -156,13 +156,21 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     title += f", loss {job['loss']}" if job.get("loss") else ""
     first = job.get("headline", "")
     because = f" ({record['reason']})" if record.get("reason", first) not in first else ""
-    rows = [(member, _role(member)) for member in job["members"]]
+    rows = []
+    for member in job["members"]:
+        role = "leaving" if member["leaving"] else "new member" if member["joining"] else "member"
+        ranks = 1 + len(member.get("ranks", ()))
+        rows.append((member, f"{role}, {ranks} ranks" if ranks > 1 else role))
     rows += [(joiner, "spare" if joiner.get("spare") else "outside") for joiner in job["joiners"]]
     shown = {entry["replica"] for entry, _ in rows}
     absent = job.get("absent", ())  # a lighthouse of an older release has none
     rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
     trouble = _trouble(job, rows)
-    rows = _with_hosts(_shortened(rows, first), job.get("nodes", ()))
+    # The first line says long verdicts already.
+    long = {entry["verdict"] for entry, _ in rows if len(entry["verdict"]) > _LONGEST_VERDICT}
+    repeated = {verdict for verdict in long if verdict.partition(", since ")[0] in first}
+    rows = [({**x, "verdict": "see above"} if x["verdict"] in repeated else x, role) for x, role in rows]
+    rows = _with_hosts(rows, job.get("nodes", ()))
     wide = width >= _WIDE
     speeds = _speeds(job)
     columns = ["replica", "role", "host", "phase", "step", *(["s/step", "speed", "share"] if speeds else [])]
@@ -187,7 +195,9 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     lines += _orders(job, record)
     lines += trouble
     lines += _slow(job.get("health")) + _slowest(job.get("health") or {})
-    lines += _goodput(ledger)
+    if ledger.get("goodput") is not None:
+        spent = ", ".join(f"{name} {ledger[name]:.0f} s" for name in _SPENT)
+        lines.append(f"goodput {100 * ledger['goodput']:.1f} %: {spent}")
     # Addresses are not wrapped, so that people can copy them.
     has_addresses = any(column.header == "checkpoint server" for column in table.columns)
     below = [] if has_addresses else [_address(entry) for entry, _ in rows if entry["ckpt"]]
@@ -205,13 +215,6 @@ def _head(job: dict[str, Any]) -> list[Text]:
         Text(f"durable checkpoints of {replica} fail: {why}", style="bold red")
         for replica, why in job.get("durable_failing", {}).items()
     ]
-
-
-def _shortened(rows: list[tuple[dict[str, Any], str]], headline: str) -> list[tuple[dict[str, Any], str]]:
-    """Return the rows without long verdicts that the first line says already."""
-    long = {entry["verdict"] for entry, _ in rows if len(entry["verdict"]) > _LONGEST_VERDICT}
-    repeated = {verdict for verdict in long if verdict.partition(", since ")[0] in headline}
-    return [({**x, "verdict": "see above"} if x["verdict"] in repeated else x, role) for x, role in rows]
 
 
 def _table(columns: list[str], rows: list[list[Text]], width: int) -> Table:
@@ -298,7 +301,7 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
-    """Describe the operator overrides, and the replicas and hosts that may not join because they failed."""
+    """Describe the operator overrides, and the replicas and hosts that failed."""
     overrides, lines = record.get("overrides", {}), []
     if overrides.get("paused"):
         lines.append(f"joins are paused {overrides['paused']}")
@@ -311,12 +314,8 @@ def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
             f"{penalty['kind']} {penalty['about']} failed {penalty['times']} times, last: {penalty['why']}; "
             f"kept out until {until}"
         )
-    return [*lines, *_hosts(job.get("hosts", ()))]
-
-
-def _hosts(hosts: Sequence[dict[str, Any]]) -> list[str]:
-    """Describe the hosts that failed in the last days, the most suspect first."""
-    lines = [
+    hosts = job.get("hosts", ())  # those that failed in the last days, the most suspect first
+    lines += [
         f"host {x['host']} failed {counted(x['times'], 'time')}"
         + (f" (lately {', '.join(x['failed'])})" if x.get("failed") else "")
         + f", last {time.strftime('%d %b %H:%M', time.localtime(x['at']))}: {x['why']}"
@@ -380,20 +379,6 @@ def _slowest(health: dict[str, Any]) -> list[str]:
         f"speed: {replica} rank {rank} is slowest at {speed:.2f}, the median of "
         f"{counted(len(speeds), 'rank')} is {middle:.2f}"
     ]
-
-
-def _goodput(ledger: dict[str, Any]) -> list[str]:
-    """Describe where the job's time went; empty while no time is counted."""
-    if ledger.get("goodput") is None:
-        return []
-    spent = ", ".join(f"{name} {ledger[name]:.0f} s" for name in _SPENT)
-    return [f"goodput {100 * ledger['goodput']:.1f} %: {spent}"]
-
-
-def _role(member: dict[str, Any]) -> str:
-    role = "leaving" if member["leaving"] else "new member" if member["joining"] else "member"
-    ranks = 1 + len(member.get("ranks", ()))
-    return f"{role}, {ranks} ranks" if ranks > 1 else role
 
 
 def _speeds(job: dict[str, Any]) -> dict[str, list[str]]:

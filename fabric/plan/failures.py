@@ -8,7 +8,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,14 +184,10 @@ class Repair:
 # --- clocks ------------------------------------------------------------------------------------------
 
 
-class _Draw(Protocol):
-    def __call__(self, which: Units) -> Times: ...
-
-
 class _DrawnClocks:
     """Units whose next failure is drawn when they come back."""
 
-    def __init__(self, units: int, draw: _Draw) -> None:
+    def __init__(self, units: int, draw: Callable[[Units], Times]) -> None:
         self._draw = draw
         self.next_s: Times = draw(np.arange(units))
 

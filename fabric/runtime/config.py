@@ -376,7 +376,12 @@ def settings(environment: Mapping[str, str] = os.environ, **arguments: Any) -> S
             raise ConfigError(f"{_variable(name)} has {len(text)} characters: give at most {_LONGEST}")
         if name not in values and text:
             values[name] = _parse(name, text)
-    return _checked(_anchored(Settings(**values)))
+    chosen = Settings(**values)
+    check_no_password("FABRIC_DURABLE", chosen.durable)
+    if chosen.durable and "://" not in chosen.durable and not chosen.durable.startswith("~"):
+        # The writer of durable checkpoints has another working folder than the trainer.
+        chosen = replace(chosen, durable=str(Path(chosen.durable).absolute()))
+    return _checked(chosen)
 
 
 def refuse_unknown_variables(environment: Mapping[str, str] = os.environ) -> None:
@@ -491,15 +496,6 @@ def _yes_or_no(name: str, text: str) -> bool:
             + (", or the absolute path of a file with the key of its orders" if name == "drill" else "")
         )
     return _WORDS[word]
-
-
-def _anchored(chosen: Settings) -> Settings:
-    # Make a relative folder absolute: the writer of durable checkpoints has another working folder than the
-    # trainer.
-    check_no_password("FABRIC_DURABLE", chosen.durable)
-    if not chosen.durable or "://" in chosen.durable or chosen.durable.startswith("~"):
-        return chosen
-    return replace(chosen, durable=str(Path(chosen.durable).absolute()))
 
 
 def _checked(chosen: Settings) -> Settings:

@@ -35,7 +35,7 @@ def compare_losses(*runs: Path) -> float:
     """Return the largest difference of the mean loss at any step of two runs."""
     first, second = (gather(read_run(folder)).lineage() for folder in runs)
     assert first and set(first) == set(second), "both have committed the same steps"
-    return max(abs(mean_loss(first[step]) - mean_loss(second[step])) for step in first)
+    return max(abs(mean_loss(first[step].fields) - mean_loss(second[step].fields)) for step in first)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -79,10 +79,20 @@ def render(verdict: Verdict) -> str:
     return template.substitute(
         title=f"{len(replicas)} replicas, {summary.steps} steps, failures: {len(summary.failure_list)}",
         subtitle=f"A training run of {seconds:.1f} s, as the journals of its replicas tell it.",
-        verdict=_verdict(verdict),
+        verdict=f"{len(verdict.broken)} promises of the protocol were broken."
+        if verdict.broken
+        else "Every step was committed once, with every sample counted once, and all replicas hold the same "
+        "bits.",
         verdict_class="bad" if verdict.broken else "good",
         broken=html_list(verdict.broken[:50]),
-        facts=_facts(verdict),
+        facts=html_facts(
+            (str(summary.steps_lost), "steps lost"),
+            (str(summary.samples_skipped), "samples skipped"),
+            (str(summary.samples_repeated), "samples repeated"),
+            (f"{summary.median_step_s:.3f} s", "median step"),
+            (f"{summary.max_survivor_stall_s:.3f} s", "longest stall"),
+            (f"{summary.final_loss:.4f}", "final loss"),
+        ),
         legend="".join(
             f'<button data-replica="{escape(name)}" aria-pressed="true">'
             f'<i style="background:{colour(index)}"></i>{escape(name)}</button>'
@@ -96,39 +106,16 @@ def render(verdict: Verdict) -> str:
     )
 
 
-def _verdict(verdict: Verdict) -> str:
-    if verdict.broken:
-        return f"{len(verdict.broken)} promises of the protocol were broken."
-    return (
-        "Every step was committed once, with every sample counted once, and all replicas hold the same bits."
-    )
-
-
-def _facts(verdict: Verdict) -> str:
-    summary = verdict.summary
-    return html_facts(
-        (str(summary.steps_lost), "steps lost"),
-        (str(summary.samples_skipped), "samples skipped"),
-        (str(summary.samples_repeated), "samples repeated"),
-        (f"{summary.median_step_s:.3f} s", "median step"),
-        (f"{summary.max_survivor_stall_s:.3f} s", "longest stall"),
-        (f"{summary.final_loss:.4f}", "final loss"),
-    )
-
-
 def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[ChartPoint]]]:
+    def point(line: JournalLine) -> ChartPoint:
+        replay, loss = line.flag("replay"), mean_loss(line.fields)
+        tip = f"{line.replica}, step {line.integer('step')}: {loss:.4f}{' (replayed)' if replay else ''}"
+        return ChartPoint(line.t - zero, loss, tip, hollow=replay)
+
     return {
-        replica: [
-            [_loss(line, zero) for line in lines_of(lines, "commit")] for lines in journal.incarnations()
-        ]
+        replica: [list(map(point, lines_of(lines, "commit"))) for lines in journal.incarnations()]
         for replica, journal in sorted(evidence.run.journals.items())
     }
-
-
-def _loss(line: JournalLine, zero: float) -> ChartPoint:
-    replay, loss = line.flag("replay"), mean_loss(line)
-    tip = f"{line.replica}, step {line.integer('step')}: {loss:.4f}{' (replayed)' if replay else ''}"
-    return ChartPoint(line.t - zero, loss, tip, hollow=replay)
 
 
 def _step_times(evidence: Evidence, zero: float) -> dict[str, list[ChartPoint]]:
@@ -393,7 +380,10 @@ def demo(
             console.print(
                 "A single replica has no peer to catch up from: it is not killed unless --kill-at says so."
             )
-        _run(DemoOptions(out, replicas, steps, kill, limit_s), console)
+        interrupt_at_sigterm()
+        with claimed(out, "demo", FILES) as directory:
+            code = supervise(DemoOptions(directory, replicas, steps, kill, limit_s), console)
+        raise SystemExit(code)
     except ConfigError as error:
         _fail(error, 2)
     except FabricError as error:
@@ -419,13 +409,6 @@ def verify_command(directory: Path) -> None:
         f"{summary.steps} steps, {len(summary.failure_list)} failures, {len(summary.join_list)} joins: "
         "the journals agree with summary.json, and every promise was kept."
     )
-
-
-def _run(options: DemoOptions, console: Console) -> NoReturn:
-    interrupt_at_sigterm()
-    with claimed(options.out, "demo", FILES) as directory:
-        code = supervise(replace(options, out=directory), console)
-    raise SystemExit(code)
 
 
 def _kill_step(replicas: int, steps: int, kill_at: str | None) -> int | None:

@@ -75,14 +75,23 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
     try:
         chosen = _checked_settings(seen, check=not options["no_check"])
     except ConfigError as error:
-        raise ConfigError(_in_options(str(error), options)) from None
+        # Name options in the place of variables that the user has not set.
+        sentence = str(error)
+        for name in (x for x in _VARIABLES if options[x] or not given_text(x)):
+            sentence = re.sub(rf"\bFABRIC_{name.upper()}\b", f"--{name.replace('_', '-')}", sentence)
+        raise ConfigError(sentence) from None
     if nodes > 1 and chosen.disable:
         raise ConfigError("--nodes needs a lighthouse, where the hosts meet: unset FABRIC_DISABLE")
     logs.set_up("launcher", chosen.log)
     logs.describe(job=chosen.job, replica=chosen.replica)
     layouts, log_dir = options["layouts"] or environment.get("FABRIC_LAYOUT", "").split(), options["log_dir"]
     if log_dir is not None:
-        _make_folder(log_dir)
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--log-dir {log_dir} cannot be made ({error.strerror}): name another folder"
+            ) from error
     plan = LaunchPlan(
         command=command,
         candidates=candidates(tuple(map(parse_layout, layouts)), _all_ranks(options["ranks"], nodes)),
@@ -171,14 +180,6 @@ def _checked_settings(environment: dict[str, str], *, check: bool) -> Settings:
     return chosen
 
 
-def _in_options(sentence: str, options: dict[str, Any]) -> str:
-    """Return the sentence with options in the place of variables that the user has not set."""
-    unset = (name for name in _VARIABLES if options[name] or not given_text(name))
-    for name in unset:
-        sentence = re.sub(rf"\bFABRIC_{name.upper()}\b", f"--{name.replace('_', '-')}", sentence)
-    return sentence
-
-
 def _command(script: str, arguments: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:
     """Return the command line of every rank. Raises ConfigError where the script does not exist."""
     check_script(script, module=module, no_python=no_python)
@@ -199,12 +200,3 @@ def check_script(script: str, *, module: bool, no_python: bool) -> None:
         raise ConfigError(
             f"there is no script {script} in {Path.cwd()}: correct its path, or say -m for a module"
         )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--log-dir {folder} cannot be made ({error.strerror}): name another folder"
-        ) from error

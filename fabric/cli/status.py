@@ -166,11 +166,7 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     absent = job.get("absent", ())  # a lighthouse of an older release has none
     rows += [(_absent(x), x["state"]) for x in absent if x["replica"] not in shown]
     trouble = _trouble(job, rows)
-    # The first line says long verdicts already.
-    long = {entry["verdict"] for entry, _ in rows if len(entry["verdict"]) > _LONGEST_VERDICT}
-    repeated = {verdict for verdict in long if verdict.partition(", since ")[0] in first}
-    rows = [({**x, "verdict": "see above"} if x["verdict"] in repeated else x, role) for x, role in rows]
-    rows = _with_hosts(rows, job.get("nodes", ()))
+    rows = _with_hosts(_shortened(rows, first), job.get("nodes", ()))
     wide = width >= _WIDE
     speeds = _speeds(job)
     columns = ["replica", "role", "host", "phase", "step", *(["s/step", "speed", "share"] if speeds else [])]
@@ -215,6 +211,13 @@ def _head(job: dict[str, Any]) -> list[Text]:
         Text(f"durable checkpoints of {replica} fail: {why}", style="bold red")
         for replica, why in job.get("durable_failing", {}).items()
     ]
+
+
+def _shortened(rows: list[tuple[dict[str, Any], str]], headline: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the rows without long verdicts that the first line says already."""
+    long = {entry["verdict"] for entry, _ in rows if len(entry["verdict"]) > _LONGEST_VERDICT}
+    repeated = {verdict for verdict in long if verdict.partition(", since ")[0] in headline}
+    return [({**x, "verdict": "see above"} if x["verdict"] in repeated else x, role) for x, role in rows]
 
 
 def _table(columns: list[str], rows: list[list[Text]], width: int) -> Table:

@@ -76,7 +76,8 @@ class DurableCheckpoints:
             more = "".join(f"; {warning}" for warning in listing.warnings)
             raise StateError(
                 f"{folder} holds no complete durable checkpoint of job {self._settings.job}{more}: correct "
-                "FABRIC_DURABLE or FABRIC_JOB, or leave `required` out of FABRIC_DURABLE_EVERY"
+                "FABRIC_DURABLE or FABRIC_JOB, or leave `required` out of FABRIC_DURABLE_EVERY to begin from "
+                "nothing"
             )
         self._tell_unless_writable()
         for warning in listing.warnings:

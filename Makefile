@@ -12,7 +12,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 # pip compiles it into the folder of its source.
 COMPILED := fabric/ftar/host/piece_moves.c
 DEMO_ARGS ?=
-SOAK_ARGS ?= --random 1 --every 20s --for 1h
+SOAK_ARGS ?= --random "1 every 20s for 1h"
 PYTEST := $(BIN)/pytest
 PURE := tests/protocol tests/sim tests/mutants
 JOBS := $(wildcard tests/integration/test_*.py)
@@ -55,7 +55,7 @@ endif
 demo: $(DEMO_STAMP)
 	$(BIN)/fabric demo $(DEMO_ARGS)
 
-# An hour of drawn faults. Another seed: make soak SOAK_ARGS="--random 2 --every 20s --for 1h"
+# An hour of drawn faults. Another seed: make soak SOAK_ARGS="--random '2 every 20s for 1h'"
 soak: export EXAMPLE_STEPS := 900000
 soak: export EXAMPLE_PAUSE_S := 0.02
 soak: setup etcd

@@ -153,7 +153,6 @@ class ForkedFleet(Fleet):
             "FABRIC_TOKEN_FILE": str(self.folder / "token"),
             "FABRIC_RUN_DIR": str(self.folder / "run" / replica),
             "FABRIC_JOURNAL": str(self.folder / "journal" / f"{replica}.jsonl"),
-            "FABRIC_ORPHAN_S": "30",
             "BENCHMARK_OUT": str(self.folder / f"{replica}.json"),
             **more,
         }

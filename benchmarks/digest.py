@@ -96,7 +96,7 @@ def main() -> None:
         ("what", "time"),
         rows,
     )
-    every = Settings().digest_every
+    every = Settings().digest_steps
     digest_s = statistics.median(found["digest"])
     per_gb_ms = digest_s * 1000 * GB / nbytes
     say(f"shared by {every} steps, that is {per_gb_ms / every:.1f} ms per step and GiB")

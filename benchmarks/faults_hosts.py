@@ -81,7 +81,7 @@ class HostsJob:
         committed steps that r0 lost."""
         self._lost += 1
         spare = f"host-{self._lost + 1}"
-        self._hosts.start(spare, 1, "--spare-node")
+        self._hosts.start(spare, 1, "--node", "spare")
         log = self.job.folder / f"{spare}.log"
         self.job.wait_for(lambda: "stands by" in log.read_text(), f"{spare} to stand by")
         lost: list[float] = []

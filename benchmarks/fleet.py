@@ -60,9 +60,9 @@ class Fleet:
         ready = self.folder / "lighthouse.json"
         ready.unlink(missing_ok=True)
         command = [*self.inside(""), sys.executable, "-m", "fabric.cli.main", "lighthouse"]
-        command += ["--bind", self.bind, "--port", str(port)]
+        command += ["--bind", f"{self.bind}:{port}"]
         command += ["--store", f"sqlite:///{self.folder}/lighthouse.db", "--token-file", str(token)]
-        command += ["--ready-file", str(ready), "--failures", str(self.failures)]
+        command += ["--ready-file", str(ready), "--limit", f"failures={self.failures}"]
         with (self.folder / "lighthouse.log").open("ab") as log:
             self._lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + START_S
@@ -86,7 +86,6 @@ class Fleet:
             "FABRIC_LIGHTHOUSE": self._url,
             "FABRIC_TOKEN_FILE": str(self.folder / "token"),
             "FABRIC_RUN_DIR": str(self.folder / "run" / replica),
-            "FABRIC_ORPHAN_S": "30",
             "BENCHMARK_OUT": str(self.folder / f"{replica}.json"),
             **self._environment,
             **more,

@@ -155,8 +155,8 @@ class BenchmarkLighthouse(BenchmarkProcess):
         self._ready.unlink(missing_ok=True)
         return [
             *(sys.executable, "-m", "fabric.cli.main", "lighthouse", "--store", self._store),
-            *("--port", str(self._port), "--token-file", str(self._token_file)),
-            *("--ready-file", str(self._ready), "--max-replicas", "30000"),
+            *("--bind", f"127.0.0.1:{self._port}", "--token-file", str(self._token_file)),
+            *("--ready-file", str(self._ready), "--limit", "max-replicas=30000"),
         ]
 
     def environment(self) -> dict[str, str]:
@@ -209,7 +209,6 @@ class Trainers:
                 "FABRIC_LIGHTHOUSE": ",".join(self._urls),
                 "FABRIC_TOKEN_FILE": str(self._folder / "token"),
                 "FABRIC_RUN_DIR": str(self._folder / name),
-                "FABRIC_ORPHAN_S": "10",
                 "BENCHMARK_STEPS": str(self._steps) if name == REPLICAS[0] else "",
             }
             with self._log.open("ab") as log:

@@ -116,7 +116,7 @@ class SnapshotTrainer:
         if not step.contributed:
             raise SystemExit("snapshot_trainer.py: a step was not computed here")
         self.gaps.append(time.perf_counter() - self._ended)
-        self.digested.append(step.number % self.session.settings.digest_every == 0)
+        self.digested.append(step.number % self.session.settings.digest_steps == 0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._ended = time.perf_counter()

@@ -52,7 +52,7 @@ class SessionOver(FabricError):
 
 
 class RoundsFailed(SessionOver):
-    """As many exchanges in a row failed as FABRIC_MAX_FAILED_ROUNDS allows; this process has left the job."""
+    """As many exchanges in a row failed as FABRIC_ON_ABORT allows; this process has left the job."""
 
 
 class CollectiveFailed(FabricError, RuntimeError):

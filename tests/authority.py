@@ -2,9 +2,12 @@
 
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from fabric.runtime.http.tls import TLS_FILES, Tls
 
 
 class Authority:
@@ -52,3 +55,20 @@ class Authority:
         )
         self._openssl("x509", "-req", "-in", str(request), *sign, "-extfile", str(extra), "-out", str(cert))
         return cert, key
+
+    def tls(self, name: str, host: str = "IP:127.0.0.1", days: int = 2) -> Tls:
+        """Issue a certificate into a folder of its own, as ``issue`` does."""
+        return tls_folder(*self.issue(name, host, days), self.ca)
+
+
+def tls_folder(cert: Path, key: Path, ca: Path) -> Tls:
+    """Return the settings for these files, with a new folder of links to them."""
+    folder = Path(tempfile.mkdtemp(dir=cert.parent, prefix=f"{cert.stem}-"))
+    for name, file in zip(TLS_FILES, (cert, key, ca), strict=True):
+        (folder / name).symlink_to(file.absolute())
+    return Tls(folder)
+
+
+def mixed(own: Tls, believed: Tls) -> Tls:
+    """Return the settings with the certificate of ``own`` and the authority of ``believed``."""
+    return tls_folder(*own.files[:2], believed.files[2])

@@ -83,7 +83,7 @@ def test_the_wheel_runs_the_demo_in_an_empty_folder(unpacked, tmp_path):
         [sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert found.stdout.startswith(str(unpacked)), found
-    done = run(unpacked, tmp_path, "demo", "--replicas", "1", "--steps", "3", "--no-failure")
+    done = run(unpacked, tmp_path, "demo", "--replicas", "1", "--steps", "3", "--kill-at", "never")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "demo-out" / "report.html").exists()
     assert run(unpacked, tmp_path, "demo", "verify", "demo-out").returncode == 0

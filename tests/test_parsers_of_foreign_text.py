@@ -64,13 +64,13 @@ GREETING = asdict(Greeting("j", "s", "r0", 1, "control"))
 LINE = {"replica": "r0", "event": "commit", "step": 1, "epoch": 1, "t": 1.0, "digest": "d", "global_batch": 4}
 GOOD_SETTINGS = {
     "FABRIC_REPLICAS": "1:3",
-    "FABRIC_DURABLE_EVERY": "10m",
-    "FABRIC_SNAPSHOT_EVERY": "10m",
-    "FABRIC_PORTS": "1-2",
+    "FABRIC_DURABLE_EVERY": "10m keep 3 required",
+    "FABRIC_SNAPSHOT_EVERY": "2% 10m",
+    "FABRIC_ON_ABORT": "retry 3",
+    "FABRIC_BIND": "[::1]:1-2",
     "FABRIC_DURABLE": "s3://bucket/x",
     "FABRIC_LIGHTHOUSE": "http://127.0.0.1:8600",
     "FABRIC_LAYOUT": "tp=2,layers=5+7",
-    "FABRIC_RANKS": "1:4",
 }
 
 

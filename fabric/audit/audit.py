@@ -411,17 +411,12 @@ class SkippedSamples:
         data_slots = self._seats.get(commit.integer("epoch"), {})
         there = {data_slots.get(name, -1) for name, ids in commit.fields["contributions"].items() if ids}
         count = max(self._count, *(data_slot + 1 for data_slot in data_slots.values()), 1)
-        home = _part_of(micro_batch, self._order.at(commit.integer("step")).micro_batches, count)
+        # The micro-batches are divided into even parts, the larger parts first.
+        size, larger = divmod(self._order.at(commit.integer("step")).micro_batches, count)
+        after = micro_batch - larger * (size + 1)
+        home = micro_batch // (size + 1) if after < 0 else larger + after // size
         hosts = hosts_of(home, count, self._readers) if self._policy == "constant" else (home,)
         return there.isdisjoint(hosts)
-
-
-def _part_of(micro_batch: int, total: int, parts: int) -> int:
-    """Return the number of a micro-batch's part, of ``parts`` even parts with the larger parts first."""
-    size, larger = divmod(total, parts)
-    if micro_batch < larger * (size + 1):
-        return micro_batch // (size + 1)
-    return larger + (micro_batch - larger * (size + 1)) // size
 
 
 def _integer(data: Mapping[str, object], name: str) -> int:
@@ -438,14 +433,6 @@ MAX_SENTENCES = 200
 _WEIGHT_TOLERANCE = 1e-9
 # For this many seconds after the recorded time of its kill, a killed process may still write lines.
 _KILL_SLACK_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class SampleCount:
-    """How the samples in the committed gradients differ from those of the data order."""
-
-    skipped: int
-    repeated: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,11 +521,11 @@ def finished(lines: Sequence[JournalLine]) -> bool:
     )
 
 
-def count_samples(evidence: Evidence) -> SampleCount:
-    """Compare, step by step, the samples in the committed gradients with the data order."""
+def count_samples(evidence: Evidence) -> tuple[int, int]:
+    """Count the samples of the data order that the committed gradients lack, and those that repeat."""
     order = evidence.order()
     if order is None:
-        return SampleCount(0, 0)
+        return 0, 0
     skipped = repeated = 0
     lineage = evidence.lineage()
     for step in range(max(lineage, default=-1) + 1):
@@ -551,7 +538,7 @@ def count_samples(evidence: Evidence) -> SampleCount:
                     counted.update(samples.get(micro_batch, ()))
         skipped += (expected - counted).total()
         repeated += (counted - expected).total()
-    return SampleCount(skipped, repeated)
+    return skipped, repeated
 
 
 def digests_equal(evidence: Evidence) -> bool:
@@ -760,21 +747,16 @@ def _nothing_lost(evidence: Evidence) -> list[str]:
                 broken.append(f"{replica} is a member of step {step} and has no journal.")
             elif not contributions.get(replica):
                 continue  # a newcomer's first round has no work of it: the others may commit without it
-            elif (generation, step) not in claim.commits and step not in claim.excused:
+            elif (generation, step) not in claim[0] and step not in claim[1]:
                 broken.append(f"{replica} is a member of step {step} and did not commit it.")
     return broken
 
 
-@dataclass(frozen=True, slots=True)
-class _JournalClaims:
-    """The steps that a journal committed, and the steps that its processes need not have committed."""
+def _claims(journal: ReplicaJournal) -> tuple[set[StepKey], set[int]]:
+    """Return the steps that a journal committed, and those that its processes need not have committed.
 
-    commits: frozenset[StepKey]
-    excused: frozenset[int]
-
-
-def _claims(journal: ReplicaJournal) -> _JournalClaims:
-    """Read a journal once. A step is excused where a process ended or left just before its commit."""
+    A step is excused where a process ended or left just before its commit.
+    """
     commits: set[StepKey] = set()
     excused: set[int] = set()
     for lines in journal.incarnations():
@@ -795,7 +777,7 @@ def _claims(journal: ReplicaJournal) -> _JournalClaims:
         # Other members may commit the last round of a process that was drained, as of one that was killed.
         if not lines_of(lines, "finish"):
             excused.add(position)
-    return _JournalClaims(frozenset(commits), frozenset(excused))
+    return commits, excused
 
 
 def _ends(evidence: Evidence) -> list[str]:

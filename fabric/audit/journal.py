@@ -213,7 +213,10 @@ def parse_journal(replica: str, content: bytes) -> ReplicaJournal:
     for number, raw in enumerate(content.split(b"\n"), start=1):
         if not raw.strip():
             continue
-        is_whole, entry = _salvage(raw)
+        entry, cut = _decode(raw), raw.rfind(b'{"event"')
+        is_whole = entry is not None
+        if entry is None and cut > 0:  # a ``start`` line may follow a torn write on the same line
+            entry = _decode(raw[cut:])
         if entry is None:
             if torn is not None:
                 broken.append(_unreadable(replica, torn))
@@ -262,15 +265,6 @@ def _decode(raw: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
-
-
-def _salvage(raw: bytes) -> tuple[bool, dict[str, Any] | None]:
-    """Decode a line; if a ``start`` line follows a torn write on the same line, decode the ``start`` line."""
-    entry = _decode(raw)
-    if entry is not None:
-        return True, entry
-    cut = raw.rfind(b'{"event"')
-    return False, _decode(raw[cut:]) if cut > 0 else None
 
 
 def _check(replica: str, number: int, entry: Mapping[str, Any]) -> tuple[JournalLine | None, str]:

@@ -86,29 +86,24 @@ class RunSummary:
 
 def summarise(evidence: Evidence) -> RunSummary:
     lineage = evidence.lineage()
-    samples = count_samples(evidence)
+    skipped, repeated = count_samples(evidence)
     gaps = [gap for _, gap in step_gaps(evidence)]
     return RunSummary(
         steps=len(lineage),
         steps_lost=_steps_lost(evidence),
-        samples_skipped=samples.skipped,
-        samples_repeated=samples.repeated,
+        samples_skipped=skipped,
+        samples_repeated=repeated,
         digests_equal=digests_equal(evidence),
         median_step_s=statistics.median(gaps) if gaps else 0.0,
         max_survivor_stall_s=max(gaps, default=0.0),
-        final_loss=mean_loss(lineage[max(lineage)]) if lineage else 0.0,
+        final_loss=mean_loss(lineage[max(lineage)].fields) if lineage else 0.0,
         failure_list=tuple(failures(evidence)),
         join_list=tuple(joins(evidence)),
     )
 
 
-def mean_loss(commit: JournalLine) -> float:
-    """Return the mean loss of a committed step: per token where tokens were counted, else per micro-batch."""
-    return loss_per_unit(commit.fields)
-
-
-def loss_per_unit(commit: Mapping[str, Any]) -> float:
-    """Return ``mean_loss`` of the fields of a commit line."""
+def mean_loss(commit: Mapping[str, Any]) -> float:
+    """Return a commit line's mean loss: per token where tokens were counted, else per micro-batch."""
     metrics: Mapping[str, float] = commit["metrics"]
     parts = sum(len(ids) for ids in commit["contributions"].values())
     return metrics.get("loss", 0.0) / (metrics.get("tokens") or parts or 1)
@@ -153,22 +148,13 @@ def joins(evidence: Evidence) -> list[ReplicaJoin]:
             elif fetched is not None:
                 # Before the first commit of the run, replicas fetch only to start from one state.
                 if fetched.t > begun:
-                    entries.append(_join(fetched, line, replayed))
+                    seconds = fetched.number_of("seconds")
+                    catch_up_s = line.mono - fetched.mono + seconds
+                    nbytes, step = fetched.integer("bytes"), line.integer("step")
+                    join = ReplicaJoin(line.replica, line.t, step, nbytes, seconds, replayed, catch_up_s)
+                    entries.append(join)
                 fetched = None
     return sorted(entries, key=lambda join: join.t)
-
-
-def _join(fetched: JournalLine, first: JournalLine, replayed: int) -> ReplicaJoin:
-    seconds = fetched.number_of("seconds")
-    return ReplicaJoin(
-        replica=first.replica,
-        t=first.t,
-        step=first.integer("step"),
-        bytes=fetched.integer("bytes"),
-        seconds=seconds,
-        replayed=replayed,
-        catch_up_s=first.mono - fetched.mono + seconds,
-    )
 
 
 def _death(evidence: Evidence, lines: Sequence[JournalLine]) -> float:
@@ -260,15 +246,11 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 def _differences(written: dict[str, Any], computed: dict[str, Any]) -> list[str]:
     return [
-        f"summary.json says {name} = {_shown(written.get(name))}, the journals say "
-        f"{_shown(computed.get(name))}."
+        f"summary.json says {name} = {json.dumps(written.get(name))[:120]}, the journals say "
+        f"{json.dumps(computed.get(name))[:120]}."
         for name in sorted(set(written) | set(computed))
         if not _same(written.get(name), computed.get(name))
     ]
-
-
-def _shown(value: object) -> str:
-    return json.dumps(value)[:120]
 
 
 def _same(left: object, right: object) -> bool:

@@ -13,6 +13,7 @@ def ckpt_server(arguments: tuple[str, ...]) -> None:
     """Hold and serve one replica's snapshots."""
     from fabric.ckpt_server.__main__ import main
 
-    tls = [f"--tls-{name}={path}" for name, path in current_tls().files.items()]
+    folder = current_tls().folder
+    tls = [] if folder is None else [f"--tls-folder={folder}"]
     sys.argv = ["fabric ckpt-server", *tls, *arguments]
     raise SystemExit(main())

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import click
 
-from fabric.cli.lighthouse_options import current_tls, lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import current_tls, json_option, lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import all_printable
 from fabric.collectives.calls import side_by_side
 from fabric.collectives.hangs import waits
@@ -38,20 +38,18 @@ class ReadRecordings:
     unread: dict[Process, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _DumpFile:
-    path: Path
-    process: Process
-
-
 def read_files(names: Iterable[str]) -> ReadRecordings:
     """Read files and folders. Raises ConfigError for a name that is neither."""
     result = ReadRecordings()
-    for dump in [file for name in names for file in _files(name)]:
+    for path, process in [file for name in names for file in _files(name)]:
         try:
-            recording = read_recording(_bytes(dump.path), dump.process, str(dump.path))
+            with path.open("rb") as file:
+                recording = read_recording(file.read(MAX_BYTES + 1), process, str(path))
+        except OSError as error:
+            result.unread[process] = f"{path}: it cannot be read: {error.strerror or error}"
+            continue
         except BadRecording as error:
-            result.unread[dump.process] = str(error)
+            result.unread[process] = str(error)
             continue
         identity = recording.process, recording.is_own
         twin = next((x for x in result.recordings if (x.process, x.is_own) == identity), None)
@@ -66,7 +64,7 @@ def read_files(names: Iterable[str]) -> ReadRecordings:
     return result
 
 
-def _files(name: str) -> Iterator[_DumpFile]:
+def _files(name: str) -> Iterator[tuple[Path, Process]]:
     number, mark, rest = name.partition("=")
     is_numbered = bool(mark) and number.isascii() and number.isdecimal() and len(number) < 7
     path = Path(rest if is_numbered else name)
@@ -76,7 +74,7 @@ def _files(name: str) -> Iterator[_DumpFile]:
         rank = int(number) if is_numbered else rank_of(path)
         if rank is None:
             raise ConfigError(f"the name of {path} has no rank: write RANK={path}")
-        yield _DumpFile(path, Process("", rank))
+        yield path, Process("", rank)
         return
     if is_numbered:
         raise ConfigError(f"{path} is a folder: write RANK=FILE for one of its files")
@@ -86,28 +84,19 @@ def _files(name: str) -> Iterator[_DumpFile]:
     yield from dumps
 
 
-def _in_folder(path: Path) -> Iterator[_DumpFile]:
+def _in_folder(path: Path) -> Iterator[tuple[Path, Process]]:
     """The dumps in a folder; each folder in it belongs to one replica."""
     for entry in sorted(path.iterdir()):
         inside = sorted(entry.iterdir()) if entry.is_dir() else [entry]
         for file in inside:
             rank = rank_of(file)
             if file.is_file() and rank is not None and file.suffix not in _OTHER_FILES:
-                yield _DumpFile(file, Process(entry.name if entry.is_dir() else "", rank))
+                yield file, Process(entry.name if entry.is_dir() else "", rank)
 
 
 def rank_of(path: Path) -> int | None:
     match = _RANK.search(path.name)
     return int(match[1]) if match else None
-
-
-def _bytes(path: Path) -> bytes:
-    """The file's content, read up to one byte over the limit. Raises BadRecording."""
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise BadRecording(f"{path}: it cannot be read: {error.strerror or error}") from error
 
 
 _ASK_S = 5.0
@@ -259,7 +248,7 @@ def _json(data: bytes) -> Mapping[str, Any]:
 )
 @click.option("--settle-s", default=3.0, show_default=True, help="Seconds between two looks at a living job.")
 @click.option("--save", type=click.Path(path_type=Path), help="Keep what a living job has recorded here.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@json_option
 def diagnose(
     sources: tuple[str, ...],
     settle_s: float,

@@ -10,7 +10,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -21,7 +21,7 @@ import click
 
 from fabric import command_of_another
 from fabric.ckpt_server.durable.storage import ANSWER_S, Storage, StorageCall, StorageError
-from fabric.cli.lighthouse_options import store_access, store_access_options
+from fabric.cli.lighthouse_options import store_access, store_options
 from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.model import printable
 from fabric.runtime.config import (
@@ -61,17 +61,16 @@ class Finding:
 
 
 @click.command()
-@click.option("--store", default="", help="Look at this store too, as `fabric lighthouse --store` would.")
-@store_access_options
+@store_options(required=False)
 @click.option("--state-gb", default=0.0, help="Parameters and optimizer state of one process, in GB.")
-def doctor(store: str, state_gb: float, **access: Any) -> None:
+def doctor(store: str | None, state_gb: float, **access: Any) -> None:
     """Check this host for a replica with the FABRIC_* settings that are set, and say what to do.
 
-    Where lighthouses run, `fabric doctor --store URL` is enough.
+    With --store it looks at the store too; where lighthouses run, that is enough.
     """
     worst = 0
     for_replica = bool(given_text("replica")) or not store
-    for finding in examine(store, state_gb, store_access(access), replica=for_replica):
+    for finding in examine(store or "", state_gb, store_access(access), replica=for_replica):
         worst = max(worst, ("ok", "warn", "bad").index(finding.level))
         what, advice = printable(finding.what), printable(finding.do)  # a lighthouse's own words may be in it
         click.echo(f"{finding.level:<5}{what}" + (f"\n     {advice}" if advice else ""))
@@ -83,37 +82,25 @@ def examine(
 ) -> Iterator[Finding]:
     """Yield all findings; those about a replica's settings only with ``replica``."""
     yield from _versions()
-    yield from _settings() if replica else _variables()
+    try:
+        if replica:
+            chosen = settings()
+        else:
+            refuse_unknown_variables()
+    except ConfigError as error:
+        what = "the settings cannot be used" if replica else "a variable is unknown"
+        yield Finding("bad", what, str(error))
+    else:
+        if replica and not chosen.disable:
+            for check in (_token, _run_dir, _durable, _bind, _advertise):
+                yield check(chosen)
+            yield from asyncio.run(_lighthouses(chosen))
     yield _open_files()
     if replica and sys.platform == "linux":
         yield from _system_calls()
     yield _memory(state_gb)
     if store:
         yield from asyncio.run(_store(store, access))
-
-
-def _settings() -> Iterator[Finding]:
-    try:
-        chosen = settings()
-    except ConfigError as error:
-        yield Finding("bad", "the settings cannot be used", str(error))
-        return
-    if not chosen.disable:
-        yield from _replica(chosen)
-
-
-def _variables() -> Iterator[Finding]:
-    try:
-        refuse_unknown_variables()
-    except ConfigError as error:
-        yield Finding("bad", "a variable is unknown", str(error))
-
-
-def _replica(chosen: Settings) -> Iterator[Finding]:
-    checks: tuple[Callable[[Settings], Finding], ...] = (_token, _run_dir, _durable, _bind, _advertise)
-    for check in checks:
-        yield check(chosen)
-    yield from asyncio.run(_lighthouses(chosen))
 
 
 def _versions() -> Iterator[Finding]:
@@ -173,12 +160,12 @@ def _durable(chosen: Settings) -> Finding:
 
 def _bind(chosen: Settings) -> Finding:
     try:
-        probe = bind_first_free(chosen.bind, parse_ports(chosen.ports))
+        probe = bind_first_free(chosen.host, parse_ports(chosen.ports))
     except FabricError as error:
-        return Finding("bad", f"no port of {chosen.ports} is free at {chosen.bind}", str(error))
+        return Finding("bad", f"no port of {chosen.ports} is free at {chosen.host}", str(error))
     port = probe.getsockname()[1]
     probe.close()
-    return Finding("ok", f"listens at {chosen.bind}, for instance on port {port}")
+    return Finding("ok", f"listens at {chosen.host}, for instance on port {port}")
 
 
 def _advertise(chosen: Settings) -> Finding:
@@ -193,7 +180,7 @@ def _advertise(chosen: Settings) -> Finding:
                 "set FABRIC_ADVERTISE to one that peers know",
             )
         loopback = all(address.startswith("127.") or address == "::1" for address in places)
-        if loopback and chosen.bind not in ("127.0.0.1", "::1", "localhost"):
+        if loopback and chosen.host not in ("127.0.0.1", "::1", "localhost"):
             return Finding(
                 "bad", f"{host} is this host's own loopback: no peer reaches it there", "set FABRIC_ADVERTISE"
             )

@@ -12,9 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
-from fabric.cli.lighthouse_options import lighthouses_of, operator_name
+from fabric.cli.lighthouse_options import (
+    lighthouse_options,
+    lighthouses_of,
+    operator_name,
+    out_option,
+    replicas_option,
+    why_option,
+)
 from fabric.cli.terminal_text import plain_console, print_table
 from fabric.drill.judge.drill_record import DrillRecord
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
@@ -33,7 +41,6 @@ from fabric.drill.run.started_job import JobOptions
 from fabric.drill.schedule.drill_schedule import (
     DrillSchedule,
     check_schedule,
-    parse_duration,
     parse_fault,
     parse_plan,
     random_schedule,
@@ -89,49 +96,44 @@ _FILES = (
 @click.option(
     "--list", "lists", is_flag=True, help="Show all faults and expectations; why a fault is not possible."
 )
-@click.option("--replicas", default=3, show_default=True, help="How many replicas the job has.")
+@replicas_option(default=3)
 @click.option("--lighthouses", default=1, show_default=True, help="How many lighthouses the drill starts.")
 @click.option("--store-members", default=0, show_default=True, help="Etcd members to start; 0: SQLite.")
 @click.option("--plan", type=click.Path(path_type=Path), help="File with the schedule, YAML or JSON.")
 @click.option("--fault", "faults", multiple=True, help='A fault, such as "kill r1"; several in this order.')
-@click.option("--random", "seed", type=int, metavar="SEED", help="Draw the faults from a seed.")
-@click.option("--every", default="30s", show_default=True, help="With --random: mean time between faults.")
-@click.option("--for", "length", default="2m", show_default=True, help="With --random: length of the drill.")
+@click.option("--random", "drawn", help='Draw the faults from a seed: 7, or "7 every 30s for 2m".')
 @click.option(
     "--expect", multiple=True, help="An expectation, such as stall<=1s; several; default: see --list."
 )
-@click.option("--out", default="drill-out", type=click.Path(path_type=Path), help="Folder of the drill.")
+@out_option(default="drill-out")
 @click.option("--yes-lose-it", is_flag=True, help="Drill also a job that cannot survive it.")
-@click.option("--lighthouse", default="", help="Drill a running job, by these lighthouses: URLs with commas.")
-@click.option("--job", "job_name", default="", help="With --lighthouse: the running job.")
-@click.option(
-    "--token-file", type=click.Path(path_type=Path), help="With --lighthouse: the token for drills."
-)
-@click.option(
-    "--journals", type=click.Path(path_type=Path), help="With --lighthouse: folder of the journals."
-)
-@click.option("--why", default="a drill", help="With --lighthouse: the reason, for the record.")
+@lighthouse_options
+@click.option("--journals", type=click.Path(path_type=Path), help="Of a running job: folder of the journals.")
+@why_option(default="a drill")
 @click.option(
     "--print-key", is_flag=True, help="With --job and --token-file: print the key for its trainers' key file."
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def drill(command: tuple[str, ...], **options: Any) -> None:
+@click.pass_context
+def drill(context: click.Context, /, command: tuple[str, ...], **options: Any) -> None:
     """Break a job on purpose, and judge from independent records whether the job held.
 
     COMMAND is the training command, after --: fabric drill --replicas 3 -- python train.py. The drill starts
     the job with a lighthouse of its own, plays the schedule, and writes report.html, report.json and
-    junit.xml. With --lighthouse and --job the drill breaks a running job instead. Exit code 1: an expectation
-    failed.
+    junit.xml. With --lighthouse or --job the drill breaks a running job instead, and --token-file is the
+    token for drills. Exit code 1: an expectation failed.
     """
     if options["print_key"]:
-        if not (options["job_name"] and options["token_file"]):
+        if not (options["job"] and options["token_file"]):
             raise ConfigError("--print-key needs a job and the token for drills: give --job and --token-file")
-        click.echo(order_key(read_token(options["token_file"]), options["job_name"]))
+        click.echo(order_key(read_token(options["token_file"]), options["job"]))
         return
     console = plain_console()
     if not console.is_terminal and "COLUMNS" not in process_environment():
         console = plain_console(width=_LOG_WIDTH)  # a log has no width: break no table at 80 columns
-    drill_job = _drill_running if options["lighthouse"] else _drill_started
+    # The environment of a trainer must not make a drill of its job.
+    given = {context.get_parameter_source(name) for name in ("lighthouse", "job")}
+    drill_job = _drill_running if ParameterSource.COMMANDLINE in given else _drill_started
     raise SystemExit(drill_job(command, options, console))
 
 
@@ -166,10 +168,10 @@ def _drill_started(command: tuple[str, ...], options: dict[str, Any], console: C
 
 def _drill_running(command: tuple[str, ...], options: dict[str, Any], console: Console) -> int:
     """Drill a running job; return the exit code. Raises FabricError."""
-    named = lighthouses_of(options["lighthouse"], options["job_name"], options["token_file"], needs_job=True)
+    named = lighthouses_of(options["lighthouse"], options["job"], options["token_file"], needs_job=True)
     client = replace(named, signs=True)
     if command:
-        raise ConfigError("--lighthouse drills a running job: leave the training command away")
+        raise ConfigError("--lighthouse and --job drill a running job: leave the training command away")
     running = RunningJob(client)
     names, met = tuple(sorted(running.replicas())), running.needs_met()
     if options["lists"]:
@@ -240,8 +242,8 @@ def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) ->
 
 def _schedule(options: dict[str, Any], names: Sequence[str], met: Collection[FaultNeed]) -> DrillSchedule:
     """Return the schedule that the options ask for, checked against the job. Raises ConfigError."""
-    plan, faults, seed = options["plan"], options["faults"], options["seed"]
-    if sum((plan is not None, bool(faults), seed is not None)) > 1:
+    plan, faults, drawn = options["plan"], options["faults"], options["drawn"]
+    if sum((plan is not None, bool(faults), drawn is not None)) > 1:
         raise ConfigError("--plan, --fault and --random contradict each other: give one of them")
     if plan is not None:
         schedule = read_plan(plan)
@@ -249,11 +251,7 @@ def _schedule(options: dict[str, Any], names: Sequence[str], met: Collection[Fau
         origin = " ".join(f"--fault '{text}'" for text in faults)
         schedule = DrillSchedule(tuple(parse_fault(text, names) for text in faults), origin=origin)
     else:
-        every_s, for_s = (
-            parse_duration(options["every"], "--every"),
-            parse_duration(options["length"], "--for"),
-        )
-        schedule = random_schedule(1 if seed is None else seed, every_s, for_s, names, met)
+        schedule = random_schedule(drawn or "1", names, met)
     check_schedule(schedule, names, met)
     return schedule
 

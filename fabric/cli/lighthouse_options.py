@@ -4,6 +4,7 @@ import getpass
 import os
 import socket
 from collections.abc import Callable
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,63 +12,48 @@ import click
 
 from fabric.errors import ConfigError
 from fabric.runtime.http.lighthouse_client import Lighthouses
-from fabric.runtime.http.tls import Tls
+from fabric.runtime.http.tls import TLS_FILES, Tls
 from fabric.runtime.http.token_file import TokenFile
 from fabric.store import EtcdAccess
 
-# The credentials for the store: the same options for every command that names a store.
-
-
 _FILE = click.Path(path_type=Path)
-_STORE_OPTIONS = (
-    click.option("--store-ca", type=_FILE, help="etcds: the certificate authority to trust (PEM)."),
-    click.option(
-        "--store-cert", type=_FILE, help="etcds: this lighthouse's own certificate (PEM), for mTLS."
-    ),
-    click.option("--store-key", type=_FILE, help="etcds: the key of --store-cert."),
-    click.option("--store-user", default="", help="etcd's user, where it has users."),
-    click.option("--store-password-file", type=_FILE, help="File with that user's password."),
-)
 
 
-def store_access_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--store-ca`` and the other options that ``store_access`` reads."""
-    for option in reversed(_STORE_OPTIONS):
-        command = option(command)
-    return command
+def store_options(required: bool) -> Callable[..., Any]:
+    """Return the decorator that adds ``--store`` and the options that ``store_access`` reads."""
+    options = (
+        click.option(
+            "--store",
+            required=required,
+            help="sqlite:///PATH, etcd://HOST:PORT,HOST:PORT or etcds://...",
+        ),
+        click.option(
+            "--store-tls",
+            type=_FILE,
+            help="etcds: folder with ca.crt, and for mTLS tls.crt and tls.key of this lighthouse (PEM).",
+        ),
+        click.option("--store-user", default="", help="etcd's user, where it has users."),
+        click.option("--store-password-file", type=_FILE, help="File with that user's password."),
+    )
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
 def store_access(given: dict[str, Any]) -> EtcdAccess:
     """Return the credentials that these options name; remove the options from ``given``."""
+    folder: Path | None = given.pop("store_tls")
+    cert, key, ca = (None if folder is None else folder / name for name in TLS_FILES)
+    has_own = any(file is not None and file.exists() for file in (cert, key))
     return EtcdAccess(
-        ca_file=given.pop("store_ca"),
-        cert_file=given.pop("store_cert"),
-        key_file=given.pop("store_key"),
+        ca_file=ca,
+        cert_file=cert if has_own else None,
+        key_file=key if has_own else None,
         user=given.pop("store_user"),
         password_file=given.pop("store_password_file"),
     )
 
 
-_WHAT = {
-    "cert": "Own certificate (PEM), for TLS in both directions",
-    "key": "Key of that certificate",
-    "ca": "The authority whose certificates are believed",
-}
-
-
-def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--tls-cert``, ``--tls-key`` and ``--tls-ca``."""
-    for name, what in reversed(_WHAT.items()):
-        variable = f"FABRIC_TLS_{name.upper()}"
-        option = click.option(
-            f"--tls-{name}", envvar=variable, type=click.Path(path_type=Path), help=f"{what}; {variable}."
-        )
-        command = option(command)
-    return command
-
-
 def current_tls() -> Tls:
-    """Return the TLS options of the running command. Raises ConfigError."""
+    """Return the TLS of the running command, by ``fabric --tls``. Raises ConfigError."""
     context = click.get_current_context(silent=True)
     tls = context.find_object(Tls) if context is not None else None
     tls = tls if tls is not None else Tls()
@@ -75,6 +61,10 @@ def current_tls() -> Tls:
     return tls
 
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+out_option = partial(click.option, "--out", type=_FILE, help="Folder of the run.")
+why_option = partial(click.option, "--why", help="The reason, for the record.")
+replicas_option = partial(click.option, "--replicas", show_default=True, help="How many replicas train.")
 _OPTIONS = (
     click.option(
         "--lighthouse",

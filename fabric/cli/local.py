@@ -12,6 +12,7 @@ import click
 
 from fabric.cli.launch.command import check_script
 from fabric.cli.launch.devices import visible_devices
+from fabric.cli.lighthouse_options import out_option, replicas_option
 from fabric.errors import ConfigError
 from fabric.runtime.config import given_text
 from fabric.runtime.local_job import MAX_REPLICAS, POLL_S, LocalJob, claimed, interrupt_at_sigterm
@@ -26,11 +27,9 @@ _READ_BYTES = 1 << 16
 
 
 @click.command("local", context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--replicas", default=3, show_default=True, type=click.IntRange(1, MAX_REPLICAS), help="How many train."
-)
+@replicas_option(default=3, type=click.IntRange(1, MAX_REPLICAS))
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="Ranks of each replica.")
-@click.option("--out", default="local-out", type=click.Path(path_type=Path), help="Folder of the job.")
+@out_option(default="local-out")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program, and not Python's.")
 @click.option("--adopt", type=click.Choice(["auto"]), help="SCRIPT is plain PyTorch: adopt its loop.")

@@ -6,14 +6,15 @@ not need. An error that a person can mend gives one line on standard error and e
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from fabric import __version__
-from fabric.cli.lighthouse_options import tls_options
 from fabric.errors import FabricError
 from fabric.runtime.config import refuse_unknown_variables
 from fabric.runtime.http.tls import Tls
@@ -160,7 +161,7 @@ _GROUPS: dict[str, dict[str, _Command]] = {
         "plan": _Command(
             "fabric.cli.plan:plan",
             "Compare failure policies for a cluster, and say what to run.",
-            "plan --gpus 4096 --replica-gpus 64 --mtbf 7200",
+            "plan gpus=4096 replica_gpus=64 mtbf_s=7200",
         ),
     },
 }
@@ -170,8 +171,62 @@ _COMMANDS = {name: command for group in _GROUPS.values() for name, command in gr
 _TAKE_ANY_VARIABLES = ("commands", "demo", "doctor")
 
 
+# Command -> removed flag -> what to give in its place.
+_LIMITS = "autonomy-s failures lease-s max-jobs max-replicas retain-s silence-s start-wait-s store-wait-s"
+_PLAN = (
+    "arrivals=arrivals exchange=exchange_s gpus=gpus link=link_bytes_s micro-batches=micro_batches "
+    "mtbf=mtbf_s rack-replicas=rack_replicas rack-share=rack_share repair=repair_median_s "
+    "replica-gpus=replica_gpus restart=restart_s save=save_s shape=shape state-bytes=state_bytes "
+    "step=step_s steps=steps"
+)
+_STORE = dict.fromkeys(
+    ("--store-ca", "--store-cert", "--store-key"),
+    "give --store-tls FOLDER with ca.crt, and for mTLS tls.crt and tls.key",
+)
+_GONE: dict[str, dict[str, str]] = {
+    "fabric": dict.fromkeys(
+        ("--tls-ca", "--tls-cert", "--tls-key"), "give --tls FOLDER with tls.crt, tls.key and ca.crt"
+    ),
+    "demo": {"--no-failure": "give --kill-at never"},
+    "doctor": _STORE,
+    "drill": dict.fromkeys(("--every", "--for"), 'give --random "7 every 30s for 2m"'),
+    "launch": {"--spare-node": "give --node spare"},
+    "lighthouse": {
+        **_STORE,
+        "--port": "give --bind 127.0.0.1:8600",
+        **{f"--{name}": f"give --limit {name}=NUMBER" for name in _LIMITS.split()},
+    },
+    "plan": {
+        "--preset": "write the preset's name alone",
+        **{f"--{old}": f"write {new}=VALUE" for old, new in (pair.split("=") for pair in _PLAN.split())},
+    },
+}
+
+
+@contextmanager
+def _gone_flags() -> Iterator[None]:
+    """Name what replaces a removed flag."""
+    try:
+        yield
+    except click.NoSuchOption as error:
+        name = error.ctx.info_name if error.ctx is not None else ""
+        if instead := _GONE.get(name or "", {}).get(error.option_name):
+            raise click.UsageError(f"{error.option_name} is gone: {instead}", error.ctx) from None
+        raise
+
+
 class LazyGroup(click.Group):
     """A group that imports a command when it is invoked."""
+
+    def make_context(self, *arguments: Any, **named: Any) -> click.Context:
+        """As in the base class."""
+        with _gone_flags():
+            return super().make_context(*arguments, **named)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As in the base class."""
+        with _gone_flags():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*_COMMANDS, "commands"]
@@ -212,13 +267,18 @@ def commands() -> None:
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="fabric")
-@tls_options
+@click.option(
+    "--tls",
+    envvar="FABRIC_TLS",
+    type=click.Path(path_type=Path),
+    help="Folder with tls.crt, tls.key and ca.crt (PEM), for TLS in both directions; FABRIC_TLS.",
+)
 @click.pass_context
-def cli(context: click.Context, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None) -> None:
+def cli(context: click.Context, tls: Path | None) -> None:
     """A checkpoint and recovery fabric for data-parallel PyTorch training."""
     if context.invoked_subcommand not in _TAKE_ANY_VARIABLES:
         refuse_unknown_variables()
-    context.obj = Tls(tls_cert, tls_key, tls_ca)
+    context.obj = Tls(tls)
 
 
 def main() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of, operator_name
+from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of, operator_name, why_option
 from fabric.lighthouse.connections.validation import MOST_REPLICAS
 from fabric.model import printable
 from fabric.runtime.config import ADAPT_MODES
 from fabric.runtime.http.lighthouse_client import understood
 
-# The lighthouse's own limit --max-replicas may be lower.
+# The lighthouse's own limit max-replicas may be lower.
 _REPLICAS = click.IntRange(0, MOST_REPLICAS)
 
 
@@ -27,7 +27,7 @@ def _order(
 
     @click.command(action, help=help_text)
     @lighthouse_options
-    @click.option("--why", required=True, help="The reason, for the record.")
+    @why_option(required=True)
     @click.option("--who", default="", help="Who decides; by default this user at this host.")
     def run(lighthouse: str, job: str, token_file: Path | None, why: str, who: str, **options: Any) -> None:
         lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=True)

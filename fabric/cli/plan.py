@@ -3,92 +3,78 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, get_type_hints
 
 import click
 from rich.progress import Progress
 from rich.table import Table
 
-from fabric.cli.lighthouse_options import lighthouse_only_options, lighthouses_of
+from fabric.cli.lighthouse_options import json_option, lighthouse_only_options, lighthouses_of
 from fabric.cli.terminal_text import plain_console
 from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
-from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, RackFailures, preset
+from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, preset
 from fabric.plan.failures import FailureModel, phases_of, read_trace
 from fabric.plan.report import report
 
-# The options that describe the cluster, by the fields of Cluster. Each overrides the preset's value.
-_DESCRIPTION: dict[str, tuple[str, type, str]] = {
-    "gpus": ("--gpus", int, "How many GPUs there are."),
-    "replica_gpus": ("--replica-gpus", int, "How many GPUs make one replica."),
-    "mtbf_s": ("--mtbf", float, "Mean seconds between failures of the whole system."),
-    "step_s": ("--step", float, "Seconds of an optimizer step without failures."),
-    "exchange_s": ("--exchange", float, "Seconds of it that the all-reduce takes."),
-    "restart_s": ("--restart", float, "Seconds of a restart."),
-    "repair_median_s": ("--repair", float, "Median seconds that a machine is away."),
-    "save_s": ("--save", float, "Seconds that everybody waits for a checkpoint."),
-    "state_bytes": ("--state-bytes", float, "Size of one replica's state."),
-    "link_bytes_s": ("--link", float, "Bytes per second between two replicas."),
-    "micro_batches": ("--micro-batches", int, "Micro-batches per replica and step."),
-    "steps": ("--steps", int, "Steps to simulate."),
-    "arrivals": ("--arrivals", str, f"When failures come: {', '.join(ARRIVALS)}."),
-    "shape": ("--shape", float, "Shape of Weibull arrivals."),
-}
-# The options of the cluster's racks, by the fields of RackFailures.
-_RACKS: dict[str, tuple[str, type, str]] = {
-    "replicas": ("--rack-replicas", int, "Replicas in one rack, for --arrivals racks."),
-    "share": ("--rack-share", float, "Part of the failures that take a whole rack."),
-}
+# The words of a user about the cluster: the fields of Cluster, but for the source.
+_FIELDS = {name: kind for name, kind in get_type_hints(Cluster).items() if name != "source"}
+_NEEDED = ("gpus", "replica_gpus", "mtbf_s")
+_HELP = f"""Compare failure policies for a cluster, and say what to run.
+
+PRESET is a published cluster: {", ".join(PRESETS)}. NAME=VALUE describes the cluster, or changes the
+preset, as in gpus=4096 replica_gpus=64 mtbf_s=7200 (the mean time between failures of the whole system). The
+names are {", ".join(_FIELDS)}; times in seconds, sizes in bytes. arrivals is {", ".join(ARRIVALS)}.
+"""
 
 
-def _refuse(sentence: object) -> NoReturn:
-    click.echo(f"error: {sentence}", err=True)
-    raise SystemExit(2)
-
-
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the cluster's options."""
-    named = [*_DESCRIPTION.items(), *((f"rack_{name}", row) for name, row in _RACKS.items())]
-    for name, (option, kind, text) in reversed(named):
-        command = click.option(option, name, type=kind, help=text)(command)
-    presets = f"A published cluster: {', '.join(PRESETS)}."
-    return click.option("--preset", "preset_name", default="", help=presets)(command)
-
-
-@click.group(invoke_without_command=True)
-@_options
+@click.command(help=_HELP)
+@click.argument("cluster", nargs=-1, metavar="[PRESET] [NAME=VALUE]...")
 @click.option(
     "--trace", "trace_file", type=click.Path(path_type=Path), help="Recorded failures, CSV or JSON."
 )
 @click.option("--from-job", default="", help="Take rates and phases from this job's recovery records.")
 @click.option("--seeds", default=5, help="Random worlds per policy.")
 @click.option("--spares", type=int, help="Spare replicas; the default is the mean number that is away.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.option("--html", "html_file", type=click.Path(path_type=Path), help="Write a page with plots.")
 @lighthouse_only_options
-@click.pass_context
-def plan(context: click.Context, /, **options: Any) -> None:
-    """Compare failure policies for a cluster, and say what to run."""
-    if context.invoked_subcommand is not None:
-        return
+def plan(cluster: tuple[str, ...], **options: Any) -> None:
     try:
-        _plan(options)
+        _plan(cluster, options)
     except (ValueError, OSError) as error:
-        _refuse(error)
+        click.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None
 
 
-def _plan(options: dict[str, Any]) -> None:
+def _described(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return the name of the preset, and the values by the names of Cluster's fields. Raises ValueError."""
+    if words[:1] == ("reproduce",):
+        raise ValueError(
+            "fabric plan reproduce is gone: run python benchmarks/reproduce.py in the source tree"
+        )
+    names = [word for word in words if "=" not in word]
+    if len(names) > 1:
+        raise ValueError(f"{names[0]} and {names[1]} are two presets: give one, and NAME=VALUE")
+    values: dict[str, Any] = {}
+    for name, _, text in (word.partition("=") for word in words if "=" in word):
+        if name not in _FIELDS:
+            raise ValueError(f"a cluster has no {name}: give one of {', '.join(_FIELDS)}")
+        try:
+            values[name] = _FIELDS[name](text)
+        except ValueError:
+            raise ValueError(f'{name} is "{text[:80]}": give a number') from None
+    return "".join(names), values
+
+
+def _plan(words: Sequence[str], options: dict[str, Any]) -> None:
     job = options["from_job"]
+    name, described = _described(words)
     measured, source = _from_job(job, options) if job else ({}, "given")
-    described = {name: options[name] for name in _DESCRIPTION if options[name] is not None}
-    racks = {name: value for name in _RACKS if (value := options[f"rack_{name}"]) is not None}
-    described["racks"] = RackFailures(**racks)
-    cluster, failures = _cluster(
-        options["preset_name"], options["trace_file"], {**measured, **described}, source
-    )
+    cluster, failures = _cluster(name, options["trace_file"], {**measured, **described}, source)
     spares, as_json, workers = options["spares"], options["as_json"], os.cpu_count() or 1
     if spares is not None and spares < 0:
         raise ValueError(f"--spares must be zero or more, not {spares}")
@@ -105,8 +91,17 @@ def _plan(options: dict[str, Any]) -> None:
     if page is not None:
         with _progress("plotting", as_json) as advance:
             page.write_text(report(cluster, outcomes, advance), encoding="utf-8")
-    _print(cluster, outcomes, as_json)
-    if page is not None and not as_json:
+    if as_json:
+        body = {
+            "cluster": asdict(cluster),
+            "recommendation": recommendation(cluster, outcomes),
+            "policies": [asdict(outcome) for outcome in outcomes],
+        }
+        click.echo(json.dumps(body, indent=2))
+        return
+    plain_console().print(_table(outcomes))
+    click.echo(recommendation(cluster, outcomes))
+    if page is not None:
         click.echo(f"written: {page}")
 
 
@@ -133,27 +128,9 @@ def _cluster(
         values.setdefault("repair_median_s", trace.median_repair_s)
     if name:
         return replace(preset(name), **values), failures
-    missing = [
-        option
-        for option, key in (("--gpus", "gpus"), ("--replica-gpus", "replica_gpus"), ("--mtbf", "mtbf_s"))
-        if key not in values
-    ]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} is missing: describe the cluster, or choose a --preset")
+    if missing := [name for name in _NEEDED if name not in values]:
+        raise ValueError(f"{', '.join(missing)} is missing: describe the cluster, or name a preset")
     return Cluster(**values, source=source), failures
-
-
-def _print(cluster: Cluster, outcomes: list[PolicyResult], as_json: bool) -> None:
-    if not as_json:
-        plain_console().print(_table(outcomes))
-        click.echo(recommendation(cluster, outcomes))
-        return
-    body = {
-        "cluster": asdict(cluster),
-        "recommendation": recommendation(cluster, outcomes),
-        "policies": [asdict(outcome) for outcome in outcomes],
-    }
-    click.echo(json.dumps(body, indent=2))
 
 
 @contextmanager
@@ -179,11 +156,3 @@ def _table(outcomes: list[PolicyResult]) -> Table:
             f"{outcome.available.mean:.1%}",
         )
     return table
-
-
-@plan.command("reproduce", hidden=True, context_settings={"ignore_unknown_options": True})
-@click.argument("options", nargs=-1)
-def moved_command(options: tuple[str, ...]) -> None:
-    """Say where the published figures are reproduced now."""
-    del options
-    _refuse("fabric plan reproduce is gone: run python benchmarks/reproduce.py in the source tree")

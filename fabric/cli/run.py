@@ -23,9 +23,7 @@ _INTERRUPTED = 130  # as a shell shows a program that Ctrl-C has ended
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option(
-    "--adopt", is_flag=True, help="The script knows nothing of fabric: make it a replica of the job."
-)
+@click.option("--adopt", is_flag=True, help="SCRIPT is plain PyTorch: adopt its loop.")
 @click.argument("script", metavar="SCRIPT | -m MODULE", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, arguments: tuple[str, ...], adopt: bool) -> None:
@@ -47,7 +45,11 @@ def run_program(words: list[str]) -> None:
     """Run the script ``words[0]``, or the module after ``-m``, with the other words as its arguments. Its
     exceptions pass through. ``--adopt`` may come first."""
     adopts, words = words[:1] == [ADOPT], words[words[:1] == [ADOPT] :]
-    failed = _unknown_variable() or why_refused()
+    try:
+        refuse_unknown_variables()
+        failed = why_refused()
+    except FabricError as error:
+        failed = str(error)
     if failed:
         sys.stderr.write(f"fabric: {failed}\n")
         raise SystemExit(FAILED)
@@ -98,15 +100,6 @@ def _refuse_strangers() -> None:
         raise SystemExit(FAILED)
 
     optimizers.register_optimizer_step_pre_hook(check)
-
-
-def _unknown_variable() -> str:
-    """Return the sentence about a ``FABRIC_`` variable that fabric does not know, or an empty string."""
-    try:
-        refuse_unknown_variables()
-    except FabricError as error:
-        return str(error)
-    return ""
 
 
 def _run(words: list[str]) -> None:

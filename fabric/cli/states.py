@@ -22,7 +22,7 @@ from fabric.ckpt_server.format.manifest import BlockDigests, block_digest, diges
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.reading import BlockState, MergedState, ReadableState, open_manifested, open_state
 from fabric.ckpt_server.server.statistics import values
-from fabric.cli.lighthouse_options import current_tls, lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import current_tls, json_option, lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import plain_console
 from fabric.errors import ConfigError, IntegrityError, ProtocolError, StateError, Unreachable
 from fabric.lighthouse.connections.validation import check_name
@@ -52,7 +52,9 @@ class StateNames:
             held = {name: _held(status, name, self.job) for name in replicas}
             common = set.intersection(*(set(states) for states in held.values()))
             if not common:
-                raise StateError(f"{_listed(held)}: they hold no step in common now; ask again in a moment")
+                steps = {x: ", ".join(str(step) for _, step in sorted(states)) for x, states in held.items()}
+                listed = "; ".join(f"{x} holds step {text or 'none'}" for x, text in steps.items())
+                raise StateError(f"{listed}: they hold no step in common now; ask again in a moment")
             newest = max(common)
             return [held[x][newest] if x in held else self._in_job_folder(x) for x in names]
 
@@ -100,16 +102,10 @@ def _held(status: dict[str, Any], replica: str, job: str) -> dict[tuple[int, int
     }
 
 
-def _listed(held: dict[str, dict[tuple[int, int], str]]) -> str:
-    steps = {name: ", ".join(str(step) for _, step in sorted(states)) for name, states in held.items()}
-    return "; ".join(f"{name} holds step {text or 'none'}" for name, text in steps.items())
-
-
 _PIECE_ELEMENTS = 1 << 20
 
 # A snapshot of a running job is there for a few steps only, so a comparison may begin again.
 _TRIES = 5
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def token_of(token_file: Path | None) -> str:
@@ -130,7 +126,7 @@ def tell_part(state: ReadableState) -> None:
 @click.command("inspect")
 @click.argument("state")
 @lighthouse_options
-@_json_option
+@json_option
 def inspect_state(state: str, lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
     """Show what is in STATE: a file, a replica of the job, the URL of a checkpoint server (its newest
     snapshot) or of a snapshot, or a durable checkpoint (its folder, or that of its job or FABRIC_DURABLE for
@@ -162,21 +158,20 @@ def inspect_state(state: str, lighthouse: str, job: str, token_file: Path | None
 
 
 @click.command()
-@click.argument("first")
-@click.argument("second")
+@click.argument("states", nargs=2, metavar="FIRST SECOND")
 @lighthouse_options
-@_json_option
-def diff(first: str, second: str, lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
+@json_option
+def diff(states: tuple[str, str], lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
     """Show which tensors of two states differ, and by how much; each is named as for inspect, and they may be
     of different layouts of ranks. Two replicas are compared at the newest step that both hold. Exit code 1
     where any tensor differs."""
     names, token = StateNames(lighthouse, job, token_file), token_of(token_file)
     for tries_left in reversed(range(_TRIES)):
         try:
-            places = names.find(first, second)
+            places = names.find(*states)
             rows = _differences(places, token, as_json)
         except (StateError, Unreachable):
-            if not tries_left or not names.asks_lighthouse(first, second):
+            if not tries_left or not names.asks_lighthouse(*states):
                 raise
         else:
             raise SystemExit(1 if rows else 0)
@@ -337,7 +332,11 @@ def fetch_into(part: Path, state: BlockState, progress: Callable[[int], None] = 
                 progress(len(data))
         file.flush()
         os.fsync(file.fileno())
-        _check_whole(file.fileno(), state)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+            digest = file_digest(view)
+    wanted = state.manifest["digest"]
+    if digest != wanted:
+        raise IntegrityError(f"what came from {state.name} has the digest {digest} and not {wanted}")
     return fetched
 
 
@@ -383,11 +382,3 @@ def _fetch(state: BlockState, run: BlockRange) -> Iterator[memoryview]:
             tries += 1
             if tries == _TRIES:
                 raise
-
-
-def _check_whole(descriptor: int, state: BlockState) -> None:
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-        digest = file_digest(view)
-    wanted = state.manifest["digest"]
-    if digest != wanted:
-        raise IntegrityError(f"what came from {state.name} has the digest {digest} and not {wanted}")

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fabric.cli.lighthouse_options import lighthouse_options, lighthouses_of
+from fabric.cli.lighthouse_options import json_option, lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import all_printable, plain_console
 from fabric.errors import FabricError, Unreachable
 from fabric.model import counted, first_of, printable
@@ -42,7 +42,7 @@ _HOSTS = 5
 
 @click.command()
 @lighthouse_options
-@click.option("--json", "as_json", is_flag=True, help="Print what the lighthouse answers as it is.")
+@json_option
 def status(lighthouse: str, job: str, token_file: Path | None, as_json: bool) -> None:
     """Show the jobs of a lighthouse, or one of them."""
     lighthouses = lighthouses_of(lighthouse, job, token_file, needs_job=False)
@@ -68,13 +68,13 @@ def top(lighthouse: str, job: str, token_file: Path | None, every_s: float) -> N
     if not console.is_terminal:
         _print_again_and_again(lighthouses, console, every_s)
         return
-    shown = _look(lighthouses, console.width)
+    shown = _picture(lighthouses, None, console.width)
     with Live(shown, console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(max(0.1, every_s))
                 try:
-                    shown = _look(lighthouses, console.width)
+                    shown = _picture(lighthouses, None, console.width)
                     live.update(shown, refresh=True)
                 except Unreachable as error:
                     # During a fail-over the last output stays, with a note that it is old.
@@ -113,7 +113,7 @@ def _print_again_and_again(lighthouses: Lighthouses, console: Console, every_s: 
     try:
         while True:
             try:
-                console.print(_look(lighthouses, console.width), "")
+                console.print(_picture(lighthouses, None, console.width), "")
             except Unreachable as error:
                 console.print(f"no picture: {error}", "", markup=False)
             console.file.flush()
@@ -122,11 +122,10 @@ def _print_again_and_again(lighthouses: Lighthouses, console: Console, every_s: 
         return
 
 
-def _look(lighthouses: Lighthouses, width: int) -> RenderableType:
-    return _picture(lighthouses, lighthouses.ask(lighthouses.path()), width)
-
-
 def _picture(lighthouses: Lighthouses, answer: Any, width: int) -> RenderableType:
+    """Show the answer to ``status``; None: ask for it first."""
+    if answer is None:
+        answer = lighthouses.ask(lighthouses.path())
     with understood("the lighthouse"):
         body = all_printable(answer)
         return _job(body, width) if lighthouses.job else _jobs(body)
@@ -157,7 +156,11 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     title += f", loss {job['loss']}" if job.get("loss") else ""
     first = job.get("headline", "")
     because = f" ({record['reason']})" if record.get("reason", first) not in first else ""
-    rows = [(member, _role(member)) for member in job["members"]]
+    rows = []
+    for member in job["members"]:
+        role = "leaving" if member["leaving"] else "new member" if member["joining"] else "member"
+        ranks = 1 + len(member.get("ranks", ()))
+        rows.append((member, f"{role}, {ranks} ranks" if ranks > 1 else role))
     rows += [(joiner, "spare" if joiner.get("spare") else "outside") for joiner in job["joiners"]]
     shown = {entry["replica"] for entry, _ in rows}
     absent = job.get("absent", ())  # a lighthouse of an older release has none
@@ -188,7 +191,9 @@ def _job(job: dict[str, Any], width: int) -> RenderableType:
     lines += _orders(job, record)
     lines += trouble
     lines += _slow(job.get("health")) + _slowest(job.get("health") or {})
-    lines += _goodput(ledger)
+    if ledger.get("goodput") is not None:
+        spent = ", ".join(f"{name} {ledger[name]:.0f} s" for name in _SPENT)
+        lines.append(f"goodput {100 * ledger['goodput']:.1f} %: {spent}")
     # Addresses are not wrapped, so that people can copy them.
     has_addresses = any(column.header == "checkpoint server" for column in table.columns)
     below = [] if has_addresses else [_address(entry) for entry, _ in rows if entry["ckpt"]]
@@ -299,7 +304,7 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
-    """Describe the operator overrides, and the replicas and hosts that may not join because they failed."""
+    """Describe the operator overrides, and the replicas and hosts that failed."""
     overrides, lines = record.get("overrides", {}), []
     if overrides.get("paused"):
         lines.append(f"joins are paused {overrides['paused']}")
@@ -312,12 +317,8 @@ def _orders(job: dict[str, Any], record: dict[str, Any]) -> list[str]:
             f"{penalty['kind']} {penalty['about']} failed {penalty['times']} times, last: {penalty['why']}; "
             f"kept out until {until}"
         )
-    return [*lines, *_hosts(job.get("hosts", ()))]
-
-
-def _hosts(hosts: Sequence[dict[str, Any]]) -> list[str]:
-    """Describe the hosts that failed in the last days, the most suspect first."""
-    lines = [
+    hosts = job.get("hosts", ())  # those that failed in the last days, the most suspect first
+    lines += [
         f"host {x['host']} failed {counted(x['times'], 'time')}"
         + (f" (lately {', '.join(x['failed'])})" if x.get("failed") else "")
         + f", last {time.strftime('%d %b %H:%M', time.localtime(x['at']))}: {x['why']}"
@@ -383,20 +384,6 @@ def _slowest(health: dict[str, Any]) -> list[str]:
     ]
 
 
-def _goodput(ledger: dict[str, Any]) -> list[str]:
-    """Describe where the job's time went; empty while no time is counted."""
-    if ledger.get("goodput") is None:
-        return []
-    spent = ", ".join(f"{name} {ledger[name]:.0f} s" for name in _SPENT)
-    return [f"goodput {100 * ledger['goodput']:.1f} %: {spent}"]
-
-
-def _role(member: dict[str, Any]) -> str:
-    role = "leaving" if member["leaving"] else "new member" if member["joining"] else "member"
-    ranks = 1 + len(member.get("ranks", ()))
-    return f"{role}, {ranks} ranks" if ranks > 1 else role
-
-
 def _speeds(job: dict[str, Any]) -> dict[str, list[str]]:
     """Each replica's seconds per step, its speed relative to its equals, and its share; empty at first."""
     replicas = (job.get("health") or {}).get("replicas", {})
@@ -453,7 +440,7 @@ _PAUSE_S = 0.5
 @lighthouse_options
 @click.option("--follow", "-f", is_flag=True, help="Go on as things happen, until Ctrl-C.")
 @click.option("--after", default=0, help="Only events with a greater id.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+@json_option
 def events(
     lighthouse: str, job: str, token_file: Path | None, follow: bool, after: int, as_json: bool
 ) -> None:

@@ -214,17 +214,15 @@ def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
         job=settings.job,
         replica=settings.replica,
         run_dir=settings.home.parent if process.rank else settings.home,  # all ranks have one server
-        bind=settings.bind,
+        bind=settings.host,
         # A single port is for the trainer's links.
         port=settings.ports if len(parse_ports(settings.ports)) > 1 else "0",
-        advertise=advertised_host(settings, by_name=settings.tls_cert is not None),
+        advertise=advertised_host(settings, by_name=settings.tls.is_on),
         token_file=settings.token_file,
         lighthouse=settings.lighthouse,
         orphan_s=settings.orphan_s,
         rank=process.rank,
-        tls_cert=settings.tls_cert,
-        tls_key=settings.tls_key,
-        tls_ca=settings.tls_ca,
+        tls_folder=settings.tls.folder,
     )
     return ServerHandle(spec, process.incarnation)
 

@@ -237,7 +237,7 @@ class _LighthouseActor:
         port = str(urlsplit(_url_in(before)).port) if before.exists() else "0"
         options = ["--store", f"sqlite:///{folder}/lighthouse.db"]
         options += ["--token-file", str(_write_token(folder, token))]
-        options += ["--bind", str(ray.util.get_node_ip_address()), "--port", port, "--ready-file", str(ready)]
+        options += ["--bind", f"[{ray.util.get_node_ip_address()}]:{port}", "--ready-file", str(ready)]
         process = _start("lighthouse", *options)
         while not ready.exists():
             if process.poll() is not None:

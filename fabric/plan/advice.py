@@ -321,7 +321,7 @@ def _redundant(cluster: Cluster) -> list[PolicyOption]:
     up_s = max(1.0, masked_failures(groups, optimum.redundancy)) * cluster.mtbf_s
     spare = _checkpointed("SPARe", cluster, up_s, partial(SPARePolicy, offsets), optimum.overhead)
     candidates = [r for r in (2, 3, 4) if r <= groups // 2]
-    replicated = min(candidates, key=lambda r: _replication_cost(cluster, r))
+    replicated = min(candidates, key=lambda r: replication_cost(cluster, r))
     up_s = masked_failures_replication(groups, replicated) * cluster.mtbf_s
     return [
         _checkpointed("replication", cluster, up_s, partial(Replication, replicated), replicated),
@@ -329,7 +329,8 @@ def _redundant(cluster: Cluster) -> list[PolicyOption]:
     ]
 
 
-def _replication_cost(cluster: Cluster, redundancy: int) -> float:
+def replication_cost(cluster: Cluster, redundancy: int) -> float:
+    """Return the time to train under replication, over that of a run without failures: r / A*."""
     up_s = masked_failures_replication(cluster.replicas, redundancy) * cluster.mtbf_s
     interval_s = optimal_interval(cluster.save_s, up_s, cluster.restart_s)
     if interval_s == 0:

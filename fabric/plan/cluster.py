@@ -11,14 +11,6 @@ DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class RackFailures:
-    """Failures that stop a whole rack, for ``arrivals`` "racks"."""
-
-    replicas: int = 0  # number of replicas in one rack
-    share: float = 0.1  # the share of replicas' failures in which a whole rack fails
-
-
-@dataclass(frozen=True, slots=True)
 class Cluster:
     """A cluster and its job. Times in seconds, sizes in bytes."""
 
@@ -41,13 +33,14 @@ class Cluster:
     stall_s: float = 0.5  # the survivors' lost time at a failure under fabric's policy, a measured value
     arrivals: str = "poisson"
     shape: float = 0.78  # shape parameter of Weibull arrivals
-    racks: RackFailures = RackFailures()
+    rack_replicas: int = 0  # replicas in one rack, for arrivals of "racks"
+    rack_share: float = 0.1  # the share of replicas' failures in which a whole rack fails
     source: str = "given"
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.replica_gpus < 1:
             raise ValueError(
-                f"--gpus and --replica-gpus must be 1 or more, not {self.gpus} and {self.replica_gpus}"
+                f"gpus and replica_gpus must be 1 or more, not {self.gpus} and {self.replica_gpus}"
             )
         if self.gpus // self.replica_gpus < 2:
             raise ValueError(
@@ -72,21 +65,20 @@ class Cluster:
                 f" check the units"
             )
         if self.arrivals not in ARRIVALS:
-            raise ValueError(f"--arrivals must be one of {', '.join(ARRIVALS)}, not {self.arrivals!r}")
+            raise ValueError(f"arrivals must be one of {', '.join(ARRIVALS)}, not {self.arrivals!r}")
         if self.micro_batches < 1 or self.steps < 1:
             raise ValueError("micro_batches and steps must be 1 or more")
         self._check_racks()
 
     def _check_racks(self) -> None:
-        racks = self.racks
-        if self.arrivals == "racks" and not 1 <= racks.replicas <= self.replicas:
+        if self.arrivals == "racks" and not 1 <= self.rack_replicas <= self.replicas:
             raise ValueError(
-                f"--arrivals racks needs --rack-replicas from 1 to {self.replicas}, not {racks.replicas}"
+                f"arrivals=racks needs rack_replicas from 1 to {self.replicas}, not {self.rack_replicas}"
             )
-        if self.arrivals != "racks" and racks.replicas:
-            raise ValueError(f"--rack-replicas goes with --arrivals racks, not with {self.arrivals}")
-        if not 0 <= racks.share < 1:
-            raise ValueError(f"--rack-share must be 0 up to 1, not {racks.share:g}")
+        if self.arrivals != "racks" and self.rack_replicas:
+            raise ValueError(f"rack_replicas goes with arrivals=racks, not with {self.arrivals}")
+        if not 0 <= self.rack_share < 1:
+            raise ValueError(f"rack_share must be 0 up to 1, not {self.rack_share:g}")
 
     @property
     def replicas(self) -> int:
@@ -121,7 +113,7 @@ class Cluster:
         if self.arrivals == "lemons":
             return Lemons(unit_mtbf_s)
         if self.arrivals == "racks":
-            return Racks(unit_mtbf_s, self.racks.replicas, self.racks.share)
+            return Racks(unit_mtbf_s, self.rack_replicas, self.rack_share)
         return WeibullRenewal(unit_mtbf_s, shape=1.0)
 
 

@@ -8,7 +8,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,14 +184,10 @@ class Repair:
 # --- clocks ------------------------------------------------------------------------------------------
 
 
-class _Draw(Protocol):
-    def __call__(self, which: Units) -> Times: ...
-
-
 class _DrawnClocks:
     """Units whose next failure is drawn when they come back."""
 
-    def __init__(self, units: int, draw: _Draw) -> None:
+    def __init__(self, units: int, draw: Callable[[Units], Times]) -> None:
         self._draw = draw
         self.next_s: Times = draw(np.arange(units))
 
@@ -393,7 +389,7 @@ def phases_of(records: Iterable[object]) -> RecoveryPhases:
     if len(deaths) < 2:
         raise ValueError(
             f"the job has {counted(len(deaths), 'recorded failure')}, and a rate needs at least 2: give"
-            f" --mtbf, or a preset"
+            f" mtbf_s=, or a preset"
         )
     detected = sorted(_number(r["detected"]) for r in deaths)
     stalls = [s for r in deaths if (s := _number(r.get("step_committed")) - _number(r["detected"])) > 0]

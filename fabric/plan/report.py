@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from fabric.plan import closed_forms
-from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
+from fabric.plan.advice import PolicyResult, compare, options_for, recommendation, replication_cost
 from fabric.plan.cluster import Cluster
 
 _COLORS = ("#2f7ed8", "#d9822b", "#3f9b57", "#b0413e", "#7d5ba6", "#6b7280")
@@ -68,14 +68,7 @@ def _over_redundancy(cluster: Cluster) -> Sweep | None:
             groups, r, save_s=cluster.save_s, restart_s=cluster.restart_s, mtbf_s=cluster.mtbf_s
         )
         lines["SPARe, J(r)"].append((r, optimum.objective))
-        up_s = closed_forms.masked_failures_replication(groups, r) * cluster.mtbf_s
-        interval_s = closed_forms.optimal_interval(cluster.save_s, up_s, cluster.restart_s)
-        share = (
-            closed_forms.availability(interval_s, cluster.save_s, up_s, cluster.restart_s)
-            if interval_s
-            else 1.0
-        )
-        lines["replication, r / A*"].append((r, r / max(share, 1e-6)))
+        lines["replication, r / A*"].append((r, replication_cost(cluster, r)))
     return Sweep("Over the redundancy (closed forms)", "redundancy r", "time to train / ideal", lines)
 
 
@@ -84,8 +77,13 @@ def page(cluster: Cluster, outcomes: Sequence[PolicyResult], plots: Sequence[Swe
     rows = "".join(
         f"<tr><th>{escape(o.name)}</th><td>{escape(o.settings)}</td>"
         f"<td>{o.effective.mean:.1%} <small>± {o.effective.error:.1%}</small></td>"
-        f"<td>{_times(o)}</td><td>{o.available.mean:.1%}</td></tr>"
+        f"<td>{times}</td><td>{o.available.mean:.1%}</td></tr>"
         for o in outcomes
+        for times in [
+            f"{o.time_to_train.mean:.2f} <small>± {o.time_to_train.error:.2f}</small>"
+            if o.finished
+            else "does not finish"
+        ]
     )
     facts = (
         f"{cluster.gpus:,} GPUs in {cluster.replicas} replicas of {cluster.replica_gpus}; a failure every"
@@ -103,12 +101,6 @@ def page(cluster: Cluster, outcomes: Sequence[PolicyResult], plots: Sequence[Swe
 <p><small>± is the 95 % confidence interval over the seeds. What each policy means, and its limits:
 docs/plan.md.</small></p></body></html>
 """
-
-
-def _times(outcome: PolicyResult) -> str:
-    if not outcome.finished:
-        return "does not finish"
-    return f"{outcome.time_to_train.mean:.2f} <small>± {outcome.time_to_train.error:.2f}</small>"
 
 
 def _bars(outcomes: Sequence[PolicyResult]) -> str:

@@ -15,7 +15,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,11 +70,25 @@ PREFIX = "FABRIC_"
 _TEST_POINTS = "FABRIC_TEST_POINTS"
 # Launchers, the demo, drills and tests set these in the processes that they start.
 _OWN = (MARK, LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS, _TEST_POINTS)
-# Removed setting -> the setting that took its place.
-_REPLACED = {"durable_every_s": "durable_every", "snapshot_max_age_s": "snapshot_every"}
+# Removed setting -> what to give in its place.
+_REPLACED = {
+    "contact_s": ("autonomy_s", "1800"),
+    "durable_every_s": ("durable_every", "10m"),
+    "durable_keep": ("durable_every", "10m keep 3"),
+    "durable_required": ("durable_every", "10m required"),
+    "max_failed_rounds": ("on_abort", "retry 3"),
+    "orphan_s": ("autonomy_s", "1800"),
+    "ports": ("bind", "0.0.0.0:29500-29510"),
+    "ranks": ("layout", "ranks=4"),
+    "reproducible": ("digest_every", "drift"),
+    "retain_gradients": ("on_abort", "recompute"),
+    "snapshot_max_age_s": ("snapshot_every", "10m"),
+    "snapshot_share": ("snapshot_every", "2% 10m"),
+    **dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), ("tls", "FOLDER")),
+}
+# The ends of the variables that Kubernetes sets for a service, such as ``fabric-lighthouse``.
 _SERVICE = "_SERVICE_HOST"
-# The beginnings of further variables that Kubernetes sets for a service.
-_OF_SERVICE = ("_SERVICE_", "_PORT_")
+_OF_SERVICE = re.compile("_PORT|(_SERVICE_|_PORT_).*")
 
 
 ADAPT_MODES = ("off", "advise", "act")
@@ -87,23 +101,37 @@ _CHOICES = {
     "on_exception": ("fail", "restart"),
     "on_nan": ("propagate", "stop", "skip"),
 }
+_NAME = (
+    r"(?=.*[^.])[\w.-]{1,64}",
+    'give a name of 1 to 64 letters, digits, ".", "_" or "-", not of dots alone',
+)
+# Setting -> the form of its text, and what to do about another one.
+_FORMS = {
+    "job": _NAME,
+    "replica": _NAME,
+    "rack": (f"({_NAME[0]})?", _NAME[1]),
+    "digest_every": (
+        r"\d{1,9}|drift",
+        'give a number of steps, 0 for no digests, or "drift" where equal gradients give unequal states',
+    ),
+    "on_abort": (
+        r"(retry|recompute)( 0*[1-9]\d{0,8})?",
+        'give "retry" or "recompute", if wanted with the most failures in a row, such as "retry 3"',
+    ),
+}
 
 # An address that belongs to no network: the way there is the default route.
 _ELSEWHERE = "http://192.0.2.1"
 # A URL with a user and a password.
 _PASSWORD = re.compile(r"://[^/?#]*:[^/]*@")
 _EVERY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|h)|0*([1-9]\d{0,8})", re.ASCII)
+_SHARE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)%", re.ASCII)
+_DURABLE = re.compile(r"(\S+)(?: keep 0*([1-9]\d{0,8}))?( required)?", re.ASCII)
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _LONGEST = 2000  # characters of a setting
 _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("", "0", "false", "no", "off"), False
 )
-
-
-def _belongs(name: str, service: str) -> bool:
-    """Whether Kubernetes sets ``name`` in each container, for a service such as ``fabric-lighthouse``."""
-    rest = name.removeprefix(service) if name.startswith(service) else ""
-    return rest == "_PORT" or rest.startswith(_OF_SERVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,52 +142,48 @@ class Settings:
     replica: str = ""  # name of this replica within the job
     replicas: str = "1"  # "3": start with 3, go on with 1 or more; "2:8": start with 8, need 2
     spare: bool = False  # hold the state, and contribute only while a member is missing
-    ranks: str = ""  # ranks that `fabric launch` starts: "4", or "1:4"; empty: 1, or as the layout says
     layout: str = ""  # how this replica's model is spread over its ranks, such as "tp=2,layers=5+7"
     rack: str = ""  # rack of this host: readers of one shard lie in several, see ``loader(redundancy=)``
     lighthouse: tuple[str, ...] = ()  # base URLs of all lighthouses
     token_file: Path | None = None  # file with the job's token
-    tls_cert: Path | None = None  # certificate of this process; set all three TLS files or none
-    tls_key: Path | None = None  # key of that certificate
-    tls_ca: Path | None = None  # authority that issues the job's certificates
-    bind: str = "127.0.0.1"  # address to listen on
+    # Folder with this process's certificate, its key, and the authority that it believes.
+    tls: Tls = field(default_factory=Tls)
+    bind: str = "127.0.0.1"  # address to listen on; also with ports, as in "0.0.0.0:29500-29510"
     advertise: str = ""  # host names or addresses that peers dial; empty: the address in ``bind``
-    ports: str = "0"  # port, range such as 29500-29510, or 0 for any
     run_dir: Path | None = None  # folder of this replica's sockets, logs and lock on this host
     journal: Path | None = None  # file that gets one JSON line per event
     disable: bool = False  # plain training, without any service
-    reproducible: bool = True  # equal gradients give bitwise equal states; off: no digests, no replay
     adapt: str = (
         "advise"  # about a slow replica: "off", "advise" (report what helps), "act" (lower its share)
     )
     on_nan: str = "propagate"  # average that is not finite: "propagate", "stop" the job, "skip" the update
     on_exception: str = "fail"  # the user's loop raises: "fail" the job, or "restart" this replica alone
-    max_failed_rounds: int = 0  # failed exchanges in a row that raise RoundsFailed; 0: try for ever
-    contact_s: float = 60.0  # time to find a lighthouse at the start
+    on_abort: str = "retry"  # a failed exchange; "recompute": without the gradient; "retry 3": at most 3
     exchange_s: float = 60.0  # time budget once all members are in a round; other deadlines derive from it
     user_code_s: float = 1800.0  # how long other members wait for a member in user code
     autonomy_s: float = 1800.0  # how long to step without any lighthouse
     data_plane: str = "auto"  # "auto" (members on one host share memory), "tcp" or "nccl"
     exchange: str = "float32"  # as what gradients of float32 travel over TCP: "bfloat16" or "int8" in blocks
-    digest_every: int = 10  # steps from one digest of the state to the next
-    snapshot_share: float = 0.02  # share of the step time that snapshots may cost
-    snapshot_every: str = "10m"  # greatest age of the newest snapshot; or "100": exactly every 100 steps
+    digest_every: str = "10"  # steps between digests of the state; "drift": states drift apart, no replay
+    snapshot_every: str = "2% 10m"  # share of the step time, greatest age; or "100": exactly every 100 steps
     unequal: bool = False  # replicas may have different layouts of ranks
-    retain_gradients: bool = True  # keep the local gradient, so that an aborted round is retried with it
-    orphan_s: float = 600.0  # how long the checkpoint server lives without a trainer
     log: str = "text"  # form of the logs here and in the checkpoint server: "text" or "json" lines
     durable: str = ""  # folder or fsspec URL of durable checkpoints; empty for none
-    durable_every: str = "10m"  # time from one durable checkpoint to the next; or "100": every 100 steps
-    durable_keep: int = 3  # how many durable checkpoints are kept
-    durable_required: bool = False  # refuse to start or write where storage has no checkpoint of the job
+    durable_every: str = "10m keep 3"  # interval, or "100" steps; how many stay; "required": see the page
     drill: str = ""  # "1": `fabric drill` may break this process; or a file with the key of its orders
 
     @property
     def home(self) -> Path:
-        """The folder of this replica's sockets and logs."""
+        """The folder of this replica's sockets and logs; where none is set, one for this user alone."""
         if self.run_dir is not None:
             return self.run_dir
-        return _run_folders() / self.job / self.replica
+        folder = Path(tempfile.gettempdir()) / f"fabric-{os.getuid()}"
+        own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+        if own.is_absolute() and own.is_dir():
+            there = own.lstat()
+            if there.st_uid == os.geteuid() and not there.st_mode & 0o077:
+                folder = own / "fabric"
+        return folder / self.job / self.replica
 
     def of_rank(self, rank: int) -> "Settings":
         """Return the settings of one rank of a replica of several, with its own folder and journal."""
@@ -181,9 +205,44 @@ class Settings:
         return parse_replicas(self.replicas)[0]
 
     @property
-    def tls(self) -> Tls:
-        """The TLS of HTTP: to the lighthouse, to checkpoint servers, and of our own server."""
-        return Tls(self.tls_cert, self.tls_key, self.tls_ca)
+    def host(self) -> str:
+        """The address to listen on; empty for all."""
+        return parse_bind(self.bind)[0]
+
+    @property
+    def ports(self) -> str:
+        """A port, a range such as 29500-29510, or 0 for any."""
+        return parse_bind(self.bind)[1]
+
+    @property
+    def contact_s(self) -> float:
+        """How long a starting replica looks for a lighthouse, or for storage that it needs."""
+        return min(60.0, self.autonomy_s)
+
+    @property
+    def orphan_s(self) -> float:
+        """How long the checkpoint server lives without a trainer."""
+        return max(600.0, self.autonomy_s / 3)
+
+    @property
+    def retain_gradients(self) -> bool:
+        """Whether the local gradient is kept, so that an aborted round is retried with it."""
+        return self.on_abort.startswith("retry")
+
+    @property
+    def max_failed_rounds(self) -> int:
+        """How many failed exchanges in a row raise RoundsFailed; 0: any number is tried."""
+        return int(self.on_abort.partition(" ")[2] or 0)
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether equal gradients give bitwise equal states; else there are no digests and no replay."""
+        return self.digest_every != "drift"
+
+    @property
+    def digest_steps(self) -> int:
+        """Steps from one digest of the state to the next; 0 for no digests."""
+        return int(self.digest_every) if self.reproducible else 0
 
     @property
     def token(self) -> bytes:
@@ -198,17 +257,73 @@ class Interval:
     seconds: float = 0.0
 
 
-def parse_every(name: str, given: object) -> Interval:
-    """Return the interval of "100" (steps), "30s", "10m" or "1h". Raises ConfigError."""
-    text = str(given)
-    form = _EVERY.fullmatch(text.strip())
+@dataclass(frozen=True, slots=True)
+class DurableRule:
+    """When durable checkpoints are written, as ``durable_every`` says."""
+
+    every: Interval
+    keep: int  # how many complete ones are kept
+    required: bool  # refuse to start or write where storage has no checkpoint of the job
+
+
+def parse_every(name: str, given: object, text: str = "") -> Interval:
+    """Return the interval of "100" (steps), "30s", "10m" or "1h"; an error repeats ``text``.
+
+    Raises ConfigError.
+    """
+    form = _EVERY.fullmatch(str(given).strip())
     if form is None:
         raise ConfigError(
-            f'{_variable(name)} is "{text[:80]}": give a number of steps such as 100, or a time such as 10m'
+            f'{_variable(name)} is "{(text or str(given))[:80]}": give a number of steps such as 100, or a '
+            "time such as 10m"
         )
     if form[3]:
         return Interval(steps=int(form[3]))
     return Interval(seconds=float(form[1]) * _SECONDS[form[2]])
+
+
+def parse_snapshot_every(given: object) -> tuple[float, Interval]:
+    """Return the share of the step time and the interval of "2% 10m", "2%", "10m" or "100".
+
+    Raises ConfigError.
+    """
+    text = str(given)
+    first, _, rest = text.strip().partition(" ")
+    share = _SHARE.fullmatch(first)
+    every = parse_every("snapshot_every", text if share is None else rest or "10m", text)
+    if share is not None and every.steps:
+        raise ConfigError(
+            f'FABRIC_SNAPSHOT_EVERY is "{text[:80]}": give a time such as 10m after a share, or leave the '
+            "share away"
+        )
+    return 0.02 if share is None else float(share[1]) / 100, every
+
+
+def parse_durable_every(given: object) -> DurableRule:
+    """Return the rule of "10m", "100 keep 5" or "10m, keep 3, required". Raises ConfigError."""
+    text = " ".join(str(given).replace(",", " ").split())
+    form = _DURABLE.fullmatch(text)
+    every = parse_every("durable_every", text if form is None else form[1], text)
+    assert form is not None
+    return DurableRule(every, int(form[2] or 3), form[3] is not None)
+
+
+def parse_bind(text: str, name: str = "FABRIC_BIND") -> tuple[str, str]:
+    """Return the address and the ports of "10.0.0.5", "0.0.0.0:29500-29510", "::" or "[::]:8600".
+
+    Without ports these are "0", for any. An error calls the value ``name``. Raises ConfigError.
+    """
+    host, colon, ports = text.rpartition(":")
+    if not colon or text.endswith("]") or (":" in host and not text.startswith("[")):
+        host, ports = text, "0"
+    try:
+        parse_ports(ports)
+    except ConfigError:
+        raise ConfigError(
+            f'{name} is "{text[:80]}": give an address, and if wanted ":" and a port, a range such as '
+            "29500-29510, or 0 for any"
+        ) from None
+    return host.strip("[]"), ports
 
 
 def parse_replicas(text: str) -> tuple[int, int]:
@@ -251,16 +366,22 @@ def settings(environment: Mapping[str, str] = os.environ, **arguments: Any) -> S
     if unknown:
         wrong = sorted(unknown)[0]
         if wrong in _REPLACED:
-            raise ConfigError(f"the setting {wrong} is gone: give {_REPLACED[wrong]}='10m' in its place")
+            new, value = _REPLACED[wrong]
+            raise ConfigError(f"the setting {wrong} is gone: give {new}='{value}' in its place")
         raise ConfigError(f"unknown setting {wrong}: known are {', '.join(sorted(names))}")
-    values = {k: v for k, v in arguments.items() if v is not None}
+    values = {k: _parse(k, str(v)) if k == "tls" else v for k, v in arguments.items() if v is not None}
     for name in names:
         text = environment.get(_variable(name), "")
         if len(text) > _LONGEST:  # a sentence about it repeats it
             raise ConfigError(f"{_variable(name)} has {len(text)} characters: give at most {_LONGEST}")
         if name not in values and text:
             values[name] = _parse(name, text)
-    return _checked(_anchored(Settings(**values)))
+    chosen = Settings(**values)
+    check_no_password("FABRIC_DURABLE", chosen.durable)
+    if chosen.durable and "://" not in chosen.durable and not chosen.durable.startswith("~"):
+        # The writer of durable checkpoints has another working folder than the trainer.
+        chosen = replace(chosen, durable=str(Path(chosen.durable).absolute()))
+    return _checked(chosen)
 
 
 def refuse_unknown_variables(environment: Mapping[str, str] = os.environ) -> None:
@@ -269,13 +390,18 @@ def refuse_unknown_variables(environment: Mapping[str, str] = os.environ) -> Non
     It names the nearest one. An empty variable counts as not set.
     """
     variables = {_variable(field.name) for field in fields(Settings)}
-    services = {name.removesuffix(_SERVICE) for name in environment if name.endswith(_SERVICE)}
+    services = tuple(name.removesuffix(_SERVICE) for name in environment if name.endswith(_SERVICE))
     for name in sorted(name for name, text in environment.items() if text and name.startswith(PREFIX)):
-        if name in variables or name in _OWN or any(_belongs(name, service) for service in services):
+        is_of_service = any(
+            name.startswith(service) and _OF_SERVICE.fullmatch(name.removeprefix(service))
+            for service in services
+        )
+        if name in variables or name in _OWN or is_of_service:
             continue
-        replaced = _REPLACED.get(name.removeprefix(PREFIX).lower(), "")
-        if _variable(replaced) in variables:
-            raise ConfigError(f"the setting {name} is gone: set {_variable(replaced)}=10m in its place")
+        if replaced := _REPLACED.get(name.removeprefix(PREFIX).lower()):
+            new, value = replaced
+            value = f'"{value}"' if " " in value else value
+            raise ConfigError(f"the setting {name} is gone: set {_variable(new)}={value} in its place")
         words = {setting.removeprefix(PREFIX): setting for setting in sorted(variables)}
         nearest = difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)
         remedy = f"set {words[nearest[0]]} in its place, or unset it" if nearest else "unset it"
@@ -294,9 +420,8 @@ def reader_access(
 
     ``token_file``: default FABRIC_TOKEN_FILE; without a file the token is empty. Raises ConfigError.
     """
-    names = ("tls_cert", "tls_key", "tls_ca")
-    files = [_parse(name, text) if (text := environment.get(_variable(name), "")) else None for name in names]
-    tls = Tls(*files)
+    folder = environment.get(_variable("tls"), "")
+    tls = Tls(Path(folder) if folder else None)
     tls.check()
     path = token_file or environment.get(_variable("token_file"), "")
     return read_token(Path(path)) if path else "", tls
@@ -345,8 +470,10 @@ def _variable(name: str) -> str:
 
 def _parse(name: str, text: str) -> Any:
     default = getattr(_DEFAULTS, name)
-    if name in ("token_file", "run_dir", "journal", "tls_cert", "tls_key", "tls_ca"):
+    if name in ("token_file", "run_dir", "journal"):
         return Path(text)
+    if name == "tls":
+        return Tls(Path(text))
     if name == "lighthouse":
         return tuple(part.strip().rstrip("/") for part in text.split(",") if part.strip())
     if name == "drill":
@@ -371,15 +498,6 @@ def _yes_or_no(name: str, text: str) -> bool:
     return _WORDS[word]
 
 
-def _anchored(chosen: Settings) -> Settings:
-    # Make a relative folder absolute: the writer of durable checkpoints has another working folder than the
-    # trainer.
-    check_no_password("FABRIC_DURABLE", chosen.durable)
-    if not chosen.durable or "://" in chosen.durable or chosen.durable.startswith("~"):
-        return chosen
-    return replace(chosen, durable=str(Path(chosen.durable).absolute()))
-
-
 def _checked(chosen: Settings) -> Settings:
     parse_replicas(chosen.replicas)
     _check_words(chosen)
@@ -394,25 +512,16 @@ def _checked(chosen: Settings) -> Settings:
             raise ConfigError(f'FABRIC_LIGHTHOUSE has "{url[:80]}": give URLs such as http://host:port')
     parse_layout(chosen.layout)
     chosen.tls.check()
-    _check_ports(str(chosen.ports))
-    for name in ("job", "replica", *(["rack"] if chosen.rack else [])):
-        _check_name(name, getattr(chosen, name))
-    for name in (
-        "contact_s",
-        "exchange_s",
-        "user_code_s",
-        "autonomy_s",
-        "digest_every",
-        "snapshot_share",
-        "orphan_s",
-        "durable_keep",
-        "max_failed_rounds",
-    ):
-        value, least = getattr(chosen, name), 1 if name == "durable_keep" else 0
-        if not (math.isfinite(value) and value >= least):
-            raise ConfigError(f"{_variable(name)} is {value:g}: give a finite number from {least}")
-    for name in ("snapshot_every", "durable_every"):
-        parse_every(name, getattr(chosen, name))
+    parse_bind(chosen.bind)
+    for name, (form, remedy) in _FORMS.items():
+        text = str(getattr(chosen, name))
+        if not re.fullmatch(form, text, re.ASCII):
+            raise ConfigError(f'{_variable(name)} is "{text[:80]}": {remedy}')
+    for name in ("exchange_s", "user_code_s", "autonomy_s"):
+        if not (math.isfinite(time_s := getattr(chosen, name)) and time_s >= 0):
+            raise ConfigError(f"{_variable(name)} is {time_s:g}: give a finite number from 0")
+    parse_snapshot_every(chosen.snapshot_every)
+    parse_durable_every(chosen.durable_every)
     wrong = problem(chosen.exchange_s, chosen.user_code_s, chosen.autonomy_s)
     if wrong:
         raise ConfigError(wrong)
@@ -426,34 +535,6 @@ def _check_words(chosen: Settings) -> None:
             raise ConfigError(f'{_variable(name)} is "{word}": it must be {", ".join(first)} or {last}')
 
 
-def _run_folders() -> Path:
-    """Return the folder of all run folders: in XDG_RUNTIME_DIR, else in the temporary folder."""
-    own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if own.is_absolute() and own.is_dir():
-        there = own.lstat()
-        if there.st_uid == os.geteuid() and not there.st_mode & 0o077:
-            return own / "fabric"
-    return Path(tempfile.gettempdir()) / f"fabric-{os.getuid()}"
-
-
-def _check_ports(text: str) -> None:
-    try:
-        parse_ports(text)
-    except ConfigError:
-        raise ConfigError(
-            f'FABRIC_PORTS is "{text}": give a port, a range such as 29500-29510, or 0 for any'
-        ) from None
-
-
-def _check_name(what: str, name: str) -> None:
-    allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in name)
-    if not name.strip(".") or len(name) > 64 or not allowed:
-        raise ConfigError(
-            f'FABRIC_{what.upper()} is "{name[:80]}": give a name of 1 to 64 letters, digits, ".", "_" or'
-            ' "-", not of dots alone'
-        )
-
-
 def advertised_host(chosen: Settings, *, by_name: bool = False) -> str:
     """Return the host name or address that peers dial: the setting, else the bound address.
 
@@ -464,9 +545,9 @@ def advertised_host(chosen: Settings, *, by_name: bool = False) -> str:
     """
     if chosen.advertise:
         return chosen.advertise.partition(",")[0].strip()
-    if chosen.bind in ("0.0.0.0", "::", ""):
+    if chosen.host in ("0.0.0.0", "::", ""):
         return ("" if by_name else _outward_address(chosen)) or socket.gethostname()
-    return chosen.bind
+    return chosen.host
 
 
 def advertised_hosts(chosen: Settings) -> list[str]:
@@ -476,7 +557,7 @@ def advertised_hosts(chosen: Settings) -> list[str]:
 
 def _outward_address(chosen: Settings) -> str:
     """Return this host's address towards a lighthouse, else towards other networks; empty if it has none."""
-    family = socket.AF_UNSPEC if chosen.bind == "::" else socket.AF_INET
+    family = socket.AF_UNSPEC if chosen.host == "::" else socket.AF_INET
     for url in (*chosen.lighthouse, _ELSEWHERE):
         with contextlib.suppress(OSError, ValueError):
             where = urlsplit(url)

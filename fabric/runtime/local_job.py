@@ -88,8 +88,8 @@ class LocalJob:
         ready = self.folder / "lighthouse" / f"{name}.json"
         ready.unlink(missing_ok=True)
         port = self.urls[name].rpartition(":")[2] if name in self.urls else "0"
-        command = ["fabric.cli.main", "lighthouse", "--store", self.store, "--bind", "127.0.0.1"]
-        command += ["--port", port, "--token-file", str(self.token_file), "--ready-file", str(ready)]
+        command = ["fabric.cli.main", "lighthouse", "--store", self.store, "--bind", f"127.0.0.1:{port}"]
+        command += ["--token-file", str(self.token_file), "--ready-file", str(ready)]
         self.processes.start(name, [*command, *self.lighthouse_options], self.log(name))
         wait_for(ready.exists, lambda: self._not_ready(name))
         self.urls[name] = str(json.loads(ready.read_bytes())["url"])

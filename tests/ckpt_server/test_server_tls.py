@@ -20,12 +20,11 @@ FILE = snapshot_file(21_000_001)
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory) -> Tls:
-    authority = Authority(tmp_path_factory.mktemp("tls") / "ca")
-    return Tls(*authority.issue("r0"), authority.ca)
+    return Authority(tmp_path_factory.mktemp("tls") / "ca").tls("r0")
 
 
 def test_a_state_arrives_whole(attach, tls):
-    handle = attach(tls_cert=tls.cert, tls_key=tls.key, tls_ca=tls.ca)
+    handle = attach(tls_folder=tls.folder)
     assert handle.url.startswith("https://")
     publish(handle, 0, FILE, 7)
     state, memory = SnapshotRef(1, 7, manifest_of(FILE, 7)["digest"]), bytearray(len(FILE))
@@ -46,7 +45,7 @@ def test_a_state_arrives_whole(attach, tls):
 
 
 def test_a_reader_that_stops_reading_does_not_keep_the_slot(attach, tls):
-    handle = attach(tls_cert=tls.cert, tls_key=tls.key, tls_ca=tls.ca)
+    handle = attach(tls_folder=tls.folder)
     publish(handle, 0, FILE, 8)
     place = urlsplit(handle.url)
     context = tls.client_context()

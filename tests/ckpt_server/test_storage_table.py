@@ -153,7 +153,7 @@ def fresh(monkeypatch):
 
 
 def checkpoints() -> DurableCheckpoints:
-    settings = Settings(job="job", replica="a", durable=URL, contact_s=60.0)
+    settings = Settings(job="job", replica="a", durable=URL)
     return DurableCheckpoints(settings, Journal(None, "a", 1), ProcessIdentity(1, True, None))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from demo_control import ControlRun
 from torch.nn.functional import cross_entropy
 
 from fabric.cli.demo.trainer import (
@@ -10,7 +11,6 @@ from fabric.cli.demo.trainer import (
     MICRO_BATCHES,
     ByteGPT,
     ByteWindows,
-    ControlRun,
     loss_of,
     read_corpus,
 )
@@ -80,11 +80,16 @@ def test_the_schedule_warms_up_and_comes_down() -> None:
 
 
 def test_the_control_run_leaves_out_one_gradient_after_a_failure() -> None:
-    loss, control = torch.tensor(2.0), ControlRun(armed=True)
-    assert control.scaled(loss, epoch=1) == 2
-    assert control.scaled(loss, epoch=2) == 0
-    assert control.scaled(loss, epoch=2) == 2
-    assert ControlRun(armed=False).scaled(loss, epoch=2) == 2
+    def gradient(control: ControlRun, epoch: int) -> float:
+        weight = torch.tensor(2.0, requires_grad=True)
+        loss = control.scaled(weight * 3, epoch)
+        loss.backward()
+        assert loss == 6, "the metric stays"
+        return weight.grad.item()
+
+    control = ControlRun(armed=True)
+    assert [gradient(control, epoch) for epoch in (1, 2, 2)] == [3, 0, 3]
+    assert gradient(ControlRun(armed=False), 2) == 3
 
 
 def losses_of_steps(control: ControlRun) -> list[float]:

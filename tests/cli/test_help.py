@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from fabric.cli.main import _COMMANDS, cli
+from fabric.cli.main import _COMMANDS, _GONE, cli
 
 
 def run(*words: str) -> str:
@@ -26,6 +26,12 @@ def test_all_commands_are_shown_in_groups():
     lines = run("commands").splitlines()
     assert {line.split()[0] for line in lines if line.startswith("  ")} >= set(_COMMANDS)
     assert lines[0] == "Run:"
+
+
+@pytest.mark.parametrize(("name", "flag"), [(name, flag) for name, flags in _GONE.items() for flag in flags])
+def test_a_removed_flag_is_refused_with_what_took_its_place(name: str, flag: str):
+    result = CliRunner().invoke(cli, [*([] if name == "fabric" else [name]), flag, "1"], prog_name="fabric")
+    assert result.exit_code == 2 and f"Error: {flag} is gone: {_GONE[name][flag]}" in result.output
 
 
 @pytest.mark.parametrize("name", _COMMANDS)

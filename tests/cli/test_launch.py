@@ -195,7 +195,7 @@ def test_ranks_get_what_torchrun_gives_them(play):
 
 
 def test_options_are_settings_of_the_ranks(play):
-    done = play.run("--replica", "r7", "--nproc-per-node", "2", FABRIC_RANKS="3", FABRIC_LAYOUT="tp=4 tp=2")
+    done = play.run("--replica", "r7", "--nproc-per-node", "2", FABRIC_LAYOUT="tp=4 tp=2")
     assert done.returncode == 0, done.stderr
     rows = play.starts()
     assert len(rows) == 2

@@ -167,7 +167,7 @@ ASKING = [
     ("inspect", ("r0", *JOB)),
     ("diff", ("r0", "r1", *JOB)),
     ("drill", (*JOB, "--list")),
-    ("plan", ("--from-job", "gpt", "--gpus", "8", "--replica-gpus", "1")),
+    ("plan", ("--from-job", "gpt", "gpus=8", "replica_gpus=1")),
     *((name, (*JOB, "--why", "x")) for name in ("end", "pause", "resume", "retry")),
     *((name, ("r1", *JOB, "--why", "x")) for name in ("admit", "drain", "evict")),
     ("adapt", (*JOB, "--why", "x", "--mode", "off")),

@@ -87,10 +87,10 @@ class TestFinding:
     def test_a_trainer_that_requires_a_checkpoint_does_not_start_without_one(self, tmp_path):
         place = tmp_path / "typo"
         with pytest.raises(StateError, match=f"{place} holds no complete durable checkpoint of job job"):
-            durable(str(place), durable_required=True).find()
+            durable(str(place), durable_every="10m required").find()
         assert not place.exists()
         _, state = write_one(str(tmp_path), objects(1), 3)
-        assert durable(str(tmp_path), durable_required=True).find() == (state,)
+        assert durable(str(tmp_path), durable_every="10m required").find() == (state,)
 
     def test_an_unknown_scheme_is_refused(self):
         with pytest.raises(StateError, match="nosuchfs"):
@@ -106,7 +106,7 @@ class TestFinding:
             "could not be listed: Not a directory, for 0 s, and no lighthouse says that a member of the job"
         )
         with pytest.raises(StorageUnavailable, match=away):
-            durable(str(tmp_path) + "/job/deeper", contact_s=0.0).find()
+            durable(str(tmp_path) + "/job/deeper", autonomy_s=0.0).find()
 
 
 class Stuck(AbstractFileSystem):
@@ -135,7 +135,7 @@ class TestStorageThatDoesNotAnswer:
 
     def test_storage_keeps_no_replica_out_whose_peers_hold_the_state(self, monkeypatch, capfd):
         monkeypatch.setattr(client_durable, "peers_hold_state", lambda _: Stuck.asked.is_set())
-        assert durable("stuck://x", contact_s=0.0).find() is None
+        assert durable("stuck://x", autonomy_s=0.0).find() is None
         said = capfd.readouterr().err
         assert "stuck://x/job has not answered for 0 s: it is read later, because" in said
 
@@ -150,7 +150,7 @@ class TestStorageThatDoesNotAnswer:
 
         times: list[int] = []
         monkeypatch.setattr(client_durable, "peers_hold_state", held)
-        assert durable("stuck://x", contact_s=0.0).find() == () and len(times) >= 5
+        assert durable("stuck://x", autonomy_s=0.0).find() == () and len(times) >= 5
         said = capfd.readouterr().err
         assert (
             said.count(
@@ -187,7 +187,7 @@ class TestLadder:
         def make_fetcher(rank: int = 0) -> StateFetcher:
             return StateFetcher(timeout_s=5.0, rank=rank)
 
-        ladder = StateLoader(slots, durable(url, contact_s=0.0), Layout(objects(1)), 0, 1, make_fetcher)
+        ladder = StateLoader(slots, durable(url, autonomy_s=0.0), Layout(objects(1)), 0, 1, make_fetcher)
         transfer = FetchThread(ladder, 0, Failpoints(""), heard.append)
         transfer.fetch_state(io.FetchState(state, urls), heard.append)
         transfer._worker.close(within_s=60.0)
@@ -223,7 +223,7 @@ class TestStorageThatIsAwayForAMoment:
                 raise answer
             return answer
 
-        assert durable("/c", contact_s=60.0).patiently(read) == "the state" and not answers
+        assert durable("/c", autonomy_s=60.0).patiently(read) == "the state" and not answers
         assert capfd.readouterr().err == (
             "fabric: a: /c/x could not be read: Stale file handle: this replica tries again, up to 60 s\n"
         )
@@ -233,7 +233,7 @@ class TestStorageThatIsAwayForAMoment:
             raise StorageAway("/c/x could not be read: Stale file handle")
 
         with pytest.raises(StorageUnavailable, match=r"for 0 s: mend the storage.*code 75"):
-            durable("/c", contact_s=0.0).patiently(read)
+            durable("/c", autonomy_s=0.0).patiently(read)
 
     def test_a_damaged_file_is_not_read_again(self):
         reads = []

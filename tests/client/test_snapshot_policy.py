@@ -84,7 +84,9 @@ def test_every_n_steps_are_the_same_steps_on_all_replicas():
 
 def test_settings_choose_the_snapshot_policy():
     assert policy_of(Settings()) == OverheadBudget(0.02, 600.0)
-    assert policy_of(Settings(snapshot_share=0.5, snapshot_every="9s")) == OverheadBudget(0.5, 9.0)
+    assert policy_of(Settings(snapshot_every="50% 9s")) == OverheadBudget(0.5, 9.0)
+    assert policy_of(Settings(snapshot_every="50%")) == OverheadBudget(0.5, 600.0)
+    assert policy_of(Settings(snapshot_every="9s")) == OverheadBudget(0.02, 9.0)
     assert policy_of(Settings(snapshot_every=5)) == EverySteps(5)
 
 

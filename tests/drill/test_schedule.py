@@ -34,12 +34,12 @@ expect: ["stall<=1s"]
 
 
 def drawn(seed: int, length_s: float = 3600.0) -> DrillSchedule:
-    return random_schedule(seed, 20.0, length_s, NAMES, ALL)
+    return random_schedule(f"{seed} every 20s for {length_s:g}s", NAMES, ALL)
 
 
 def test_a_seed_gives_the_same_faults_again_and_another_seed_gives_others():
     assert drawn(7) == drawn(7) != drawn(8)
-    assert drawn(7).origin == "--random 7 --every 20s --for 3600s"
+    assert drawn(7).origin == "--random '7 every 20s for 3600s'"
 
 
 def test_the_drawn_times_are_those_of_a_poisson_process():
@@ -64,13 +64,13 @@ def test_a_drawn_schedule_fits_its_job():
 
 def test_a_fault_without_its_needs_is_not_drawn_and_says_why():
     few = frozenset((FaultNeed.TRAINERS,))
-    names = {f.fault for f in random_schedule(1, 1.0, 1000.0, NAMES, few).faults}
+    names = {f.fault for f in random_schedule("1 every 1s for 1000s", NAMES, few).faults}
     inside = {"hang", "flip-gradient", "poison", "clock", "memory"}
     assert names == inside | {"kill", "stop", "slow", "kill-all", "kill-server", "cut-in", "lossy-link"}
     with pytest.raises(ConfigError, match="kill-two is not possible here: it needs a job of three replicas"):
         check_schedule(DrillSchedule((ScheduledFault("kill-two", "r1"),)), NAMES, few)
     with pytest.raises(ConfigError, match="no fault is possible here"):
-        random_schedule(1, 1.0, 10.0, NAMES, frozenset())
+        random_schedule("1 every 1s for 10s", NAMES, frozenset())
 
 
 def test_a_plan_is_read_in_order_of_time(tmp_path: Path):
@@ -163,8 +163,8 @@ def test_a_wrong_duration_names_its_option(text: str):
 
 def test_durations_have_units():
     assert [parse_duration(x, "x") for x in ("500ms", "2s", "1.5m", "2min", "1h")] == [0.5, 2, 90, 120, 3600]
-    with pytest.raises(ConfigError, match="--every must be more than 0s"):
-        random_schedule(1, 0.0, 10.0, NAMES, ALL)
+    with pytest.raises(ConfigError, match="every in --random must be more than 0s"):
+        random_schedule("1 every 0s for 10s", NAMES, ALL)
 
 
 def test_each_fault_says_what_it_does_how_it_is_seen_and_how_it_ends():

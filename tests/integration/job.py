@@ -36,6 +36,8 @@ SEARCH_PATH = os.pathsep.join(
 _BEGINS = re.compile(
     r"fabric: \S+: ((begins|begins again with|goes on with) job \S+ at step \d+, generation |epoch \d+ with )"
 )
+# A trainer that finds no lighthouse gives up after a second.
+SHORT_CONTACT = {"FABRIC_AUTONOMY_S": "1", "FABRIC_EXCHANGE_S": "1"}
 DEADLINE_S = 180.0  # such a wait usually takes a second or two, but the machine may be loaded
 
 
@@ -134,11 +136,11 @@ class Job:
         """Start a lighthouse whose protocol version is ``apart`` above ours."""
         ready = self.folder / "lighthouse.json"
         ready.unlink(missing_ok=True)
-        arguments = ["--store", self.store, "--bind", self.bind, "--port", str(port)]
+        arguments = ["--store", self.store, "--bind", f"{self.bind}:{port}"]
         arguments += ["--token-file", str(self.token), "--ready-file", str(ready)]
         arguments += ["--namespace", self.environment.get("TEST_NAMESPACE", "default")]
         if failures := self.environment.get("TEST_FAILURES"):
-            arguments += ["--failures", failures]
+            arguments += ["--limit", f"failures={failures}"]
         with (self.folder / "lighthouse.log").open("ab") as log:
             if self.inside or apart:
                 script = [str(HERE / "version_lighthouse.py"), str(apart)]
@@ -183,7 +185,6 @@ class Job:
             "FABRIC_JOURNAL": str(self.journal(replica)),
             "FABRIC_RUN_DIR": str(self.folder / "run" / replica),
             "FABRIC_DIGEST_EVERY": "1",
-            "FABRIC_ORPHAN_S": "60",
             **self.environment,
             **more,
         }

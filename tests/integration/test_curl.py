@@ -54,7 +54,7 @@ EXAMPLES = examples()
 @pytest.fixture(scope="module")
 def job(zygote, tmp_path_factory):
     """Three replicas, held still in the forward pass of a step, with snapshots of the steps before."""
-    environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "2000"}
+    environment = {"FABRIC_SNAPSHOT_EVERY": "100000%", "TINY_STEPS": "2000"}
     with Job(zygote, tmp_path_factory.mktemp("curl"), environment=environment) as job:
         job.start_all({"r0": f"forward@{HELD_STEP}=wait:{job.folder / 'go-on'}"})
         job.wait_for(lambda: len(job.events("r0", "commit")) == HELD_STEP, "the steps before")

@@ -78,7 +78,7 @@ def test_the_diagnosis_names_a_slow_link(zygote, tmp_path):
     environment = {"TINY_STEPS": "500", "TINY_WIDTH": "8192", "FABRIC_DATA_PLANE": "tcp", **PATIENT}
     with Job(zygote, tmp_path, environment=environment) as job, SlowLink() as link:
         job.start("r0")
-        job.start("r1", FABRIC_PORTS=str(link.port), FABRIC_ADVERTISE=link.host)
+        job.start("r1", FABRIC_BIND=f"127.0.0.1:{link.port}", FABRIC_ADVERTISE=link.host)
         job.start("r2")
         job.wait_for(lambda: len(job.events("r0", "commit")) > 3, "the first steps")
         link.is_slow.set()

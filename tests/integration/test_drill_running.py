@@ -51,7 +51,14 @@ class Job:
         (folder / "drill-key").write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
         for name in ("journal", "log", "run"):
             (folder / name).mkdir(mode=0o700)
-        words = ["fabric.cli.main", "lighthouse", "--store", f"sqlite://{folder}/store.db", "--failures", "0"]
+        words = [
+            "fabric.cli.main",
+            "lighthouse",
+            "--store",
+            f"sqlite://{folder}/store.db",
+            "--limit",
+            "failures=0",
+        ]
         words += ["--token-file", str(folder / "token"), "--drill-token-file", str(folder / "drill-token")]
         processes.start("lighthouse", [*words, "--ready-file", str(folder / "ready")], self.log("lighthouse"))
         until(lambda: (folder / "ready").exists(), "the lighthouse")

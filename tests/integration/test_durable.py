@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from job import Job
+from job import SHORT_CONTACT, Job
 from rank_job import RankJob
 from safetensors.torch import load
 from sharded_trainer import example
@@ -28,7 +28,7 @@ def job(zygote, tmp_path):
     environment = {
         "FABRIC_DURABLE": str(tmp_path / "durable"),
         "FABRIC_DURABLE_EVERY": "10",
-        "FABRIC_SNAPSHOT_SHARE": "0",
+        "FABRIC_SNAPSHOT_EVERY": "0%",
         "TINY_STEPS": str(STEPS),
     }
     with Job(zygote, tmp_path / "job", environment=environment) as started:
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_named_and_all_replicas_load_an_older_one(job):
 def away(tmp_path: Path, **more: str) -> dict[str, str]:
     """The environment of a job whose storage cannot be listed while its mount point is a file."""
     place = str(tmp_path / "mount" / "durable")
-    return {"FABRIC_DURABLE": place, "FABRIC_DURABLE_EVERY": "1000", "FABRIC_SNAPSHOT_SHARE": "0", **more}
+    return {"FABRIC_DURABLE": place, "FABRIC_DURABLE_EVERY": "1000", "FABRIC_SNAPSHOT_EVERY": "0%", **more}
 
 
 def test_a_replica_comes_in_from_its_peers_while_storage_cannot_be_listed(zygote, tmp_path):
@@ -172,7 +172,7 @@ def test_a_replica_waits_for_storage_when_no_peer_holds_the_state(zygote, tmp_pa
     (tmp_path / "mount").touch()
     environment = away(tmp_path, TINY_STEPS="3")
     with Job(zygote, tmp_path / "job", replicas=1, environment=environment) as job:
-        job.start("r0", FABRIC_CONTACT_S="1")
+        job.start("r0", **SHORT_CONTACT)
         job.wait_for(lambda: job.ended("r0") is not None, "the end of who found no storage")
         assert job.ended("r0") == 75, job.logs()
         waits, ended = job.said("r0").splitlines()
@@ -181,9 +181,9 @@ def test_a_replica_waits_for_storage_when_no_peer_holds_the_state(zygote, tmp_pa
         ), waits
         assert "for 1 s, and no member of the job holds its state: mend the storage" in ended, ended
         job.wait_for(lambda: not job.server_pids(), "the end of the checkpoint server")
-        job.start("r0", FABRIC_CONTACT_S="3600")
+        job.start("r0")
         job.wait_for(
-            lambda: "this replica waits for it, up to 3600 s" in job.said("r0"), "r0 to wait for storage"
+            lambda: "this replica waits for it, up to 60 s" in job.said("r0"), "r0 to wait for storage"
         )
         (tmp_path / "mount").unlink()
         job.finish()
@@ -213,7 +213,7 @@ def test_the_ranks_of_a_replica_write_one_checkpoint_and_begin_again_from_it(zyg
     environment = {
         "FABRIC_DURABLE": str(tmp_path / "durable"),
         "FABRIC_DURABLE_EVERY": "6",
-        "FABRIC_SNAPSHOT_SHARE": "0",
+        "FABRIC_SNAPSHOT_EVERY": "0%",
         "SHARDED": "fsdp2",
         "TINY_STEPS": "12",
     }
@@ -293,8 +293,7 @@ def test_storage_that_goes_away_at_any_moment_of_a_jobs_life_costs_nothing_and_n
     environment = {
         "FABRIC_DURABLE": str(mount.place / "durable"),
         "FABRIC_DURABLE_EVERY": "10",
-        "FABRIC_SNAPSHOT_SHARE": "0",
-        "FABRIC_CONTACT_S": "3600",
+        "FABRIC_SNAPSHOT_EVERY": "0%",
         "TINY_STEPS": "30",
     }
     with Job(zygote, tmp_path / "job", replicas=2, environment=environment) as job:

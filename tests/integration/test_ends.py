@@ -26,7 +26,7 @@ def stands_at(job: Job, step: int, *replicas: str) -> bool:
 
 
 def test_a_job_ends_without_a_lighthouse_and_the_next_lighthouse_learns_of_the_end(zygote, tmp_path):
-    environment = {"FABRIC_DURABLE": str(tmp_path / "durable"), "FABRIC_ORPHAN_S": "120"}
+    environment = {"FABRIC_DURABLE": str(tmp_path / "durable")}
     with Job(zygote, tmp_path / "job", replicas=2, environment=environment) as job:
         gate = job.folder / "gate"
         for replica in ("r0", "r1"):

@@ -67,7 +67,7 @@ def test_exchanges_that_fail_in_a_row_raise_in_the_loop(zygote, tmp_path):
     """Two replicas are needed, and r1 dies in the same step again and again, once r0 has contributed."""
     given = {"TEST_TRAINER": "raising_trainer", "TINY_STEPS": "100", "FABRIC_REPLICAS": "2:2"}
     with Job(zygote, tmp_path, replicas=2, environment=given) as job:
-        job.start("r0", FABRIC_MAX_FAILED_ROUNDS="2")
+        job.start("r0", FABRIC_ON_ABORT="retry 2")
         for count in (1, 2):
             job.start("r1", f"before-ring=wait:{tmp_path / 'never'}")
             job.wait_for(

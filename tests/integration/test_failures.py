@@ -113,7 +113,9 @@ JOIN_POINTS = ["fetch", "install", "replay", "switch", "first-round", "snapshot"
 def test_a_joining_replica_killed_at_each_failpoint_joins_in_the_end(zygote, tmp_path):
     """Six newcomers die during their joins, each at another point, and the seventh joins."""
     environment = {"TINY_STEPS": "60", "TINY_PATIENT_STEPS": "60", "TEST_FAILURES": "0"}
-    environment["FABRIC_SNAPSHOT_SHARE"] = "1"  # or a newcomer's first snapshot may come after the job's end
+    environment["FABRIC_SNAPSHOT_EVERY"] = (
+        "100%"  # or a newcomer's first snapshot may come after the job's end
+    )
     with Job(zygote, tmp_path, environment=environment) as job:
         job.later_points["r1"] = [f"{point}=kill" for point in JOIN_POINTS]
         job.start_all({"r1": "forward@8=kill"})
@@ -125,7 +127,7 @@ def test_a_joining_replica_killed_at_each_failpoint_joins_in_the_end(zygote, tmp
 @pytest.mark.long("sim/test_worlds.py")
 def test_a_joining_replica_stopped_at_each_failpoint_holds_up_no_member(zygote, tmp_path):
     """A newcomer stopped during its join delays no member; after it continues, it joins without a restart."""
-    environment = {"TINY_STEPS": "300", "FABRIC_SNAPSHOT_SHARE": "1000", "TEST_FAILURES": "0"}
+    environment = {"TINY_STEPS": "300", "FABRIC_SNAPSHOT_EVERY": "100000%", "TEST_FAILURES": "0"}
     with Job(zygote, tmp_path, environment=environment | {"TINY_PATIENT_STEPS": "60"}) as job:
         job.start_all({"r1": "forward@8=kill"})
         for point in JOIN_POINTS:
@@ -172,7 +174,7 @@ def test_a_second_member_dies_during_the_recovery(zygote, tmp_path):
 @pytest.mark.long("sim/test_worlds.py")
 def test_the_member_that_snapshots_for_a_joining_replica_dies(zygote, tmp_path):
     with Job(
-        zygote, tmp_path, environment={"TINY_STEPS": "110", "FABRIC_SNAPSHOT_SHARE": "0", **PATIENT}
+        zygote, tmp_path, environment={"TINY_STEPS": "110", "FABRIC_SNAPSHOT_EVERY": "0%", **PATIENT}
     ) as job:
         job.start_all({"r1": "forward@8=kill", "r2": "snapshot@0=wait:/dev/null,snapshot=kill"})
         finish_and_check(job, 110)
@@ -183,7 +185,7 @@ def test_all_trainers_die_and_the_job_resumes_from_host_memory(zygote, tmp_path)
     """A cold start: the checkpoint servers' memory outlives all trainers, and the event names the lost
     steps.
     """
-    environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "24"}
+    environment = {"FABRIC_SNAPSHOT_EVERY": "100000%", "TINY_STEPS": "24"}
     with Job(zygote, tmp_path, environment=environment) as job:
         job.kill_together(15, ("r0", "r1", "r2"))
         job.finish()
@@ -211,7 +213,7 @@ def test_the_lighthouse_is_killed_and_no_trainer_notices(zygote, tmp_path):
 
 @pytest.mark.long("integration/test_drill.py")
 def test_a_checkpoint_server_is_killed_and_no_member_stops(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"FABRIC_SNAPSHOT_SHARE": "1000"}) as job:
+    with Job(zygote, tmp_path, environment={"FABRIC_SNAPSHOT_EVERY": "100000%"}) as job:
         job.start_all()
         job.wait_for(lambda: len(job.events("r0", "commit")) > 10, "ten steps")
         for pid in job.server_pids():
@@ -233,7 +235,7 @@ def test_a_late_restart_of_a_finished_job_says_that_it_is_finished(zygote, tmp_p
 
 
 def test_a_single_replica_trains_and_resumes(zygote, tmp_path):
-    environment = {"FABRIC_SNAPSHOT_SHARE": "1000", "TINY_STEPS": "20"}
+    environment = {"FABRIC_SNAPSHOT_EVERY": "100000%", "TINY_STEPS": "20"}
     with Job(zygote, tmp_path, replicas=1, environment=environment) as job:
         job.start_all({"r0": "forward@9=kill"})
         job.finish()

@@ -29,10 +29,12 @@ def test_a_replica_that_replays_too_slowly_enters_by_a_blocking_join(zygote, tmp
 
 
 def test_without_bitwise_equality_one_setting_turns_digests_and_replay_off(zygote, tmp_path):
-    """States drift apart, as on unlike devices: with FABRIC_REPRODUCIBLE=0 no member is evicted, and a
+    """States drift apart, as on unlike devices: with FABRIC_DIGEST_EVERY=drift no member is evicted, and a
     returning replica enters by a blocking join.
     """
-    environment = bad("states that drift", TINY_STEPS="50", FABRIC_REPRODUCIBLE="0", TINY_PATIENT_STEPS="30")
+    environment = bad(
+        "states that drift", TINY_STEPS="50", FABRIC_DIGEST_EVERY="drift", TINY_PATIENT_STEPS="30"
+    )
     with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all({"r1": "forward@8=kill"})
         job.finish()

@@ -82,7 +82,7 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_and_the_job_loses_no_step(zy
             job.groups["r1"] = ["r1.0", "r1.1"]
             hosts.start("host-0", 0, "--node", "0")
             hosts.start("host-1", 1, "--node", "1")
-            hosts.start("host-2", 1, "--spare-node")
+            hosts.start("host-2", 1, "--node", "spare")
             job.wait_for(lambda: any(e["step"] >= 6 for e in job.events("r1", "commit")), "step 6 of r1")
             hosts.lose(lost)
             codes = job.end_codes()
@@ -117,7 +117,7 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
             points = {"FABRIC_TEST_POINTS": f"forward@1=wait:{begun},before-ring@{HELD_AT}=wait:{held}"}
             hosts.start("host-0", 0, "--node", "0", **points)
             hosts.start("host-1", 1, "--node", "1", **points)
-            hosts.start("host-2", 1, "--spare-node", **points)
+            hosts.start("host-2", 1, "--node", "spare", **points)
             job.wait_for(Path(f"{begun}.awaited").exists, "step 1 of r1")
             job.wait_for(lambda: len(holders(job, cable, 0)) == 4, "snapshots of step 0 in all servers")
             begun.touch()
@@ -174,7 +174,7 @@ def test_the_voice_of_a_host_is_lost_and_all_ranks_start_again(zygote, tmp_path,
             hosts.start("host-0", 0, "--node", "0", SHARDED="fsdp")
             hosts.start("host-1", 1, "--node", "1", SHARDED="fsdp")
             if lost == "host":
-                hosts.start("host-2", 1, "--spare-node", SHARDED="fsdp")
+                hosts.start("host-2", 1, "--node", "spare", SHARDED="fsdp")
             job.wait_for(lambda: any(e["step"] >= 6 for e in job.events("r1", "commit")), "step 6 of r1")
             if lost == "voice":
                 os.kill(job.pid("r1", 2), signal.SIGKILL)

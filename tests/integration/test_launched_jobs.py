@@ -169,8 +169,8 @@ def test_the_users_mistake_ends_its_launcher_after_one_start_and_every_other_ran
 @pytest.mark.long("cli/test_restart_policy.py")
 def test_an_outage_of_all_lighthouses_beyond_every_bound_ends_no_launcher(zygote, tmp_path):
     """The members stop themselves, and their next processes look for a lighthouse beyond ``contact_s``."""
-    bounds = {"FABRIC_AUTONOMY_S": "5", "FABRIC_EXCHANGE_S": "2", "FABRIC_CONTACT_S": "1"}
-    environment = {**bounds, "FABRIC_USER_CODE_S": "2", "FABRIC_ORPHAN_S": "600", "TINY_STEP_S": "0.1"}
+    bounds = {"FABRIC_AUTONOMY_S": "5", "FABRIC_EXCHANGE_S": "2", "FABRIC_USER_CODE_S": "2"}
+    environment = {**bounds, "TINY_STEP_S": "0.1"}
     environment |= {"TINY_STEPS": "150", "FABRIC_REPLICAS": "2"}
     with LaunchedJob(zygote, tmp_path, replicas=2, ranks=1, environment=environment) as job:
         job.trainer = "tiny_trainer.py"

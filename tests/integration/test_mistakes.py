@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from corrupting_proxy import CorruptingProxy
 from forked_processes import run_python
-from job import Job
+from job import SHORT_CONTACT, Job
 from test_failures import finals, finish_and_check
 
 HERE = Path(__file__).parent
@@ -87,7 +87,7 @@ SETTINGS = [
     ({"FABRIC_EXCHANGE_S": "soon"}, 'FABRIC_EXCHANGE_S is "soon"'),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and torch.distributed is not initialized"),
     ({"FABRIC_BIND": "192.0.2.1"}, "bind to an address of this machine"),
-    ({"FABRIC_PORTS": "many"}, 'FABRIC_PORTS is "many": give a port'),
+    ({"FABRIC_BIND": "127.0.0.1:many"}, 'FABRIC_BIND is "127.0.0.1:many": give an address'),
     ({"FABRIC_DISABLE": "maybe"}, 'FABRIC_DISABLE is "maybe": it must be 1'),
     ({"FABRIC_TOKEN_FILE": "{folder}/no-such-token"}, "cannot be read (No such file or directory)"),
     ({"FABRIC_TOKEN_FILE": "{folder}/empty"}, "is empty: write the job's token into it"),
@@ -127,13 +127,15 @@ def test_each_setting_that_cannot_be_is_refused(idle):
 def test_a_port_that_is_taken(idle):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"no port of {port} on '127.0.0.1' can be bound" in refused(idle, FABRIC_PORTS=port)
+        assert f"no port of {port} on '127.0.0.1' can be bound" in refused(
+            idle, FABRIC_BIND=f"127.0.0.1:{port}"
+        )
     leaves_nothing(idle)
 
 
 def test_a_wrong_lighthouse_address(idle):
     url = f"http://127.0.0.1:{closed_port()}"
-    said = refused(idle, FABRIC_LIGHTHOUSE=url, FABRIC_CONTACT_S="1")
+    said = refused(idle, FABRIC_LIGHTHOUSE=url, **SHORT_CONTACT)
     assert f"no lighthouse was found within 1 s ({url} cannot be reached" in said
     assert "check FABRIC_LIGHTHOUSE" in said
     leaves_nothing(idle)
@@ -158,7 +160,7 @@ def another_service():
 
 def test_an_address_where_something_else_answers(idle):
     with another_service() as url:
-        said = refused(idle, FABRIC_LIGHTHOUSE=url, FABRIC_CONTACT_S="5")
+        said = refused(idle, FABRIC_LIGHTHOUSE=url, **SHORT_CONTACT)
     assert f"{url} is not a lighthouse: check FABRIC_LIGHTHOUSE" in said
     leaves_nothing(idle)
 
@@ -431,7 +433,7 @@ def test_shared_state_that_forward_changes(zygote, tmp_path, what, how):
     """Code that changes shared state outside the optimizer's step fails at the next digest, even without a
     snapshot.
     """
-    with Job(zygote, tmp_path, replicas=1, environment={"FABRIC_SNAPSHOT_SHARE": "0"}) as job:
+    with Job(zygote, tmp_path, replicas=1, environment={"FABRIC_SNAPSHOT_EVERY": "0%"}) as job:
         job.start("r0", **odd(what))
         job.finish()
         assert job.codes == {"r0": 1}, job.logs()
@@ -482,7 +484,7 @@ def test_a_corrupted_chunk(zygote, tmp_path):
         proxy = CorruptingProxy(("127.0.0.2", port), ("127.0.0.1", port), at_least=1500)
         try:
             job.start("r0")
-            job.start("r1", FABRIC_ADVERTISE="127.0.0.2", FABRIC_PORTS=str(port))
+            job.start("r1", FABRIC_ADVERTISE="127.0.0.2", FABRIC_BIND=f"127.0.0.1:{port}")
             job.start("r2")
             finish_and_check(job, 20)
         finally:
@@ -520,7 +522,9 @@ DEAD_STORES = {
 def test_a_dead_store(tmp_path, url):
     (tmp_path / "garbage.db").write_bytes(b"this is no database, " * 400)
     values = {"folder": str(tmp_path), "closed": str(closed_port())}
-    code, said = fabric("lighthouse", "--store", url.format(**values), "--store-wait-s", "0.5", cwd=tmp_path)
+    code, said = fabric(
+        "lighthouse", "--store", url.format(**values), "--limit", "store-wait-s=0.5", cwd=tmp_path
+    )
     assert code == 1
     line = last_line(said)
     assert line.startswith("error: ") and DEAD_STORES[url].format(**values) in line
@@ -544,9 +548,9 @@ COMMANDS = [
         "without a token would serve anybody",
     ),
     (
-        ("lighthouse", "--store", "sqlite://{stores}/store.db", "--port", "many"),
+        ("lighthouse", "--store", "sqlite://{stores}/store.db", "--bind", "127.0.0.1:many"),
         1,
-        'the port "many" cannot be used',
+        '--bind is "127.0.0.1:many": give an address',
     ),
     (("lighthouse",), 2, "Missing option '--store'"),
     (("status",), 1, "no lighthouse is named"),

@@ -94,7 +94,7 @@ def test_a_host_that_loses_large_packets_is_left_out_until_they_pass(zygote, tmp
 def test_members_do_not_wait_for_the_state_of_a_newcomer_that_loses_large_packets(zygote, tmp_path):
     """Without replay the others stand still while r2 fetches its state, at most FABRIC_EXCHANGE_S."""
     environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.05", "TINY_WIDTH": "1024"}
-    environment |= {"FABRIC_REPRODUCIBLE": "0", "FABRIC_EXCHANGE_S": "900"}
+    environment |= {"FABRIC_DIGEST_EVERY": "drift", "FABRIC_EXCHANGE_S": "900"}
     with Cable() as cable:
         inside = ("ip", "netns", "exec", cable.names[0])
         with Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], inside=inside) as job:

@@ -7,12 +7,12 @@ import pytest
 from forked_processes import run_python
 from job import Job
 
-DESCRIBED = ("--gpus", "24", "--replica-gpus", "8", "--step", "0.05", "--exchange", "0.005", "--save", "0.1")
+DESCRIBED = ("gpus=24", "replica_gpus=8", "step_s=0.05", "exchange_s=0.005", "save_s=0.1")
 
 
 def plan(job, *more):
     words = ["plan", "--from-job", "test", "--lighthouse", job.url, "--token-file", str(job.token)]
-    words += ["--steps", "200", "--seeds", "1", "--json", *DESCRIBED, *more]
+    words += ["steps=200", "--seeds", "1", "--json", *DESCRIBED, *more]
     return run_python("-m", "fabric.cli.main", *words)
 
 
@@ -44,5 +44,5 @@ def test_a_plan_takes_rate_and_phases_from_the_deaths_that_a_job_has_recorded(zy
         assert away and cluster["restart_s"] == pytest.approx(statistics.median(away))
         assert cluster["source"] == "recovery records of job test, 2 failures"
         assert {"fabric", "checkpoint and restart"} <= {x["name"] for x in body["policies"]}
-        given = json.loads(plan(job, "--mtbf", "3600").stdout)["cluster"]
+        given = json.loads(plan(job, "mtbf_s=3600").stdout)["cluster"]
         assert given["mtbf_s"] == 3600 and given["stall_s"] == cluster["stall_s"], "what is given goes first"

@@ -71,7 +71,7 @@ def test_a_ring_may_be_mixed_and_loses_a_member_in_the_midst_of_an_exchange(zygo
     with Job(zygote, tmp_path) as job:
         job.start("r0")
         job.start("r1", points=f"ring@12={action}")
-        job.start("r2", FABRIC_DATA_PLANE="tcp", FABRIC_PORTS=f"{PORTS[0]}-{PORTS[-1]}")
+        job.start("r2", FABRIC_DATA_PLANE="tcp", FABRIC_BIND=f"127.0.0.1:{PORTS[0]}-{PORTS[-1]}")
         found = []
         job.wait_for(lambda: found.append(server_port(job, "r2")) or found[-1], "r2 to be a member")
         assert found[-1] in PORTS

@@ -26,7 +26,7 @@ STEPS = 75
 def start_behind(job: Job, link: SlowLink, points: str = "") -> None:
     """Start three replicas; what reaches r1 comes through ``link``."""
     job.start("r0", points)
-    job.start("r1", FABRIC_PORTS=str(link.port), FABRIC_ADVERTISE=link.host)
+    job.start("r1", FABRIC_BIND=f"127.0.0.1:{link.port}", FABRIC_ADVERTISE=link.host)
     job.start("r2")
     job.wait_for(lambda: job.events("r0", "commit"), "the first step")
     assert job.status()["roster"] == ["r0", "r1", "r2"], "r0 sends to r1"

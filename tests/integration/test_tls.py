@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from authority import Authority
+from authority import Authority, mixed, tls_folder
 from forked_processes import run_python
-from job import Job
+from job import SHORT_CONTACT, Job
 
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.errors import ConfigError, StateError
@@ -28,17 +28,10 @@ def authority(tmp_path_factory) -> Authority:
     return Authority(tmp_path_factory.mktemp("tls") / "ca")
 
 
-def variables(tls: Tls) -> dict[str, str]:
-    return {f"FABRIC_TLS_{name.upper()}": str(path) for name, path in tls.files.items()}
-
-
-def issued(authority: Authority, name: str, host: str = "IP:127.0.0.1") -> Tls:
-    return Tls(*authority.issue(name, host), authority.ca)
-
-
 def curl(address: str, tls: Tls | None, *options: str) -> subprocess.CompletedProcess:
     """As docs/http.md has it."""
-    files = [] if tls is None else ["--cert", str(tls.cert), "--key", str(tls.key), "--cacert", str(tls.ca)]
+    names = zip(("--cert", "--key", "--cacert"), map(str, tls.files if tls else ()), strict=False)
+    files = [word for named in names for word in named]
     command = ["curl", "-sS", "-m", "20", "-w", "\n%{http_code}", *files, *options, address]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -50,10 +43,9 @@ def status(answer: subprocess.CompletedProcess) -> str:
 def test_a_job_over_tls_survives_a_death_and_admits_no_other_certificate(
     zygote, tmp_path, authority, monkeypatch
 ):
-    mine, stranger = issued(authority, "mine"), issued(Authority(tmp_path / "other"), "stranger")
-    for name, path in variables(mine).items():
-        monkeypatch.setenv(name, path)  # the lighthouse and the commands inherit these variables
-    environment = {"TINY_STEPS": "24", "FABRIC_SNAPSHOT_SHARE": "1000", **variables(mine)}
+    mine, stranger = authority.tls("mine"), Authority(tmp_path / "other").tls("stranger")
+    monkeypatch.setenv("FABRIC_TLS", str(mine.folder))  # the lighthouse and the commands inherit it
+    environment = {"TINY_STEPS": "24", "FABRIC_SNAPSHOT_EVERY": "100000%", "FABRIC_TLS": str(mine.folder)}
     with Job(zygote, tmp_path / "job", replicas=2, environment=environment) as job:
         assert job.url.startswith("https://127.0.0.1:")
         job.start("r0", f"forward@{HELD_STEP}=wait:{job.folder / 'go-on'}")
@@ -69,17 +61,16 @@ def test_a_job_over_tls_survives_a_death_and_admits_no_other_certificate(
         for url in (job.url, ckpt):
             assert status(curl(f"{url}/healthz", mine)) == "200"
             assert status(curl(f"{url}/v1/snapshots", mine)) == "401", "the token is wanted as well"
-            refused = curl(f"{url}/healthz", None, "--cacert", str(mine.ca))
+            refused = curl(f"{url}/healthz", None, "--cacert", str(mine.files[2]))
             assert refused.returncode != 0 and status(refused) == "000", "no certificate, not even for health"
-            forged = Tls(stranger.cert, stranger.key, mine.ca)
-            assert status(curl(f"{url}/healthz", forged)) == "000", "a certificate of another authority"
-            assert curl(f"{url}/healthz", Tls(mine.cert, mine.key, stranger.ca)).returncode == 60
+            assert status(curl(f"{url}/healthz", mixed(stranger, mine))) == "000", (
+                "a certificate of another authority"
+            )
+            assert curl(f"{url}/healthz", mixed(mine, stranger)).returncode == 60
             plain = curl(url.replace("https", "http") + "/healthz", None)
             assert status(plain) != "200"
         assert command(job, "status", "--job", "test").returncode == 0
-        cut_off = command(
-            job, "status", "--job", "test", FABRIC_TLS_CERT="", FABRIC_TLS_KEY="", FABRIC_TLS_CA=""
-        )
+        cut_off = command(job, "status", "--job", "test", FABRIC_TLS="")
         assert cut_off.returncode == 1 and "no lighthouse answers" in cut_off.stderr
         pulled = command(job, "pull", ckpt, "-o", str(tmp_path / "state.safetensors"))
         assert pulled.returncode == 0, pulled.stderr
@@ -103,7 +94,7 @@ def the_line_of_the_page(job: Job, tls: Tls) -> str:
     """The curl line of docs/http.md, as it stands there."""
     [line] = re.findall(r"^curl .*--cacert.*$", PAGE.read_text(), re.MULTILINE)
     (job.folder / "auth").write_text(TOKEN + "\n")
-    environment = {**os.environ, **variables(tls), "LIGHTHOUSE": job.url}
+    environment = {**os.environ, "FABRIC_TLS": str(tls.folder), "LIGHTHOUSE": job.url}
     return subprocess.run(
         ["bash", "-euc", line], cwd=job.folder, env=environment, capture_output=True, text=True, check=True
     ).stdout
@@ -148,7 +139,7 @@ def the_client_believes_nobody_else(ckpt: str, mine: Tls, stranger: Tls, job: Jo
         fetcher = StateFetcher("a-test-token", ssl_context=tls.client_context())
         fetcher.fetch_state([ckpt], state, lambda nbytes: memoryview(memory))
 
-    for tls in (Tls(mine.cert, mine.key, stranger.ca), Tls(stranger.cert, stranger.key, mine.ca)):
+    for tls in (mixed(mine, stranger), mixed(stranger, mine)):
         with pytest.raises(StateError, match="nothing was loaded"):
             fetch(tls)
     assert memory == bytes(len(memory)), "untouched"
@@ -157,28 +148,26 @@ def the_client_believes_nobody_else(ckpt: str, mine: Tls, stranger: Tls, job: Jo
 
 
 def test_a_certificate_for_another_host_is_not_believed(zygote, tmp_path, authority, monkeypatch):
-    elsewhere = issued(authority, "elsewhere", "DNS:elsewhere.example")
-    for name, path in variables(elsewhere).items():
-        monkeypatch.setenv(name, path)
+    elsewhere = authority.tls("elsewhere", "DNS:elsewhere.example")
+    monkeypatch.setenv("FABRIC_TLS", str(elsewhere.folder))
     with Job(zygote, tmp_path / "job", replicas=1) as job:
         told = command(job, "status")
         assert told.returncode == 1 and "IP address mismatch" in told.stderr
-        job.start("r0", FABRIC_CONTACT_S="1", **variables(elsewhere))
+        job.start("r0", FABRIC_TLS=str(elsewhere.folder), **SHORT_CONTACT)
         job.wait_for(lambda: job.ended("r0") is not None, "the trainer to give up")
         assert job.ended("r0") == 1 and "cannot be reached" in (job.folder / "r0.log").read_text()
 
 
 def test_settings_of_tls_that_cannot_be(tmp_path, authority):
     cert, key = authority.issue("whole")
-    Tls(cert, key, authority.ca).check()
+    tls_folder(cert, key, authority.ca).check()
     Tls().check()
     for tls, why in (
-        (Tls(cert), "without ca, key"),
-        (Tls(cert, key), "without ca"),
-        (Tls(ca=authority.ca), "without cert, key"),
-        (Tls(cert, key, tmp_path / "none"), "No such file"),
-        (Tls(cert, authority.ca, authority.ca), "check the files"),
-        (Tls(key, cert, authority.ca), "check the files"),
+        (Tls(tmp_path / "nowhere"), "No such file"),
+        (Tls(cert), "Not a directory"),
+        (tls_folder(cert, key, tmp_path / "none"), "No such file"),
+        (tls_folder(cert, authority.ca, authority.ca), "check the files"),
+        (tls_folder(key, cert, authority.ca), "check the files"),
     ):
         with pytest.raises(ConfigError, match=why):
             tls.check()
@@ -191,10 +180,10 @@ def test_settings_of_tls_that_cannot_be(tmp_path, authority):
         f"--run-dir={tmp_path / 'r'}",
     ]
     ended = subprocess.run(
-        [*line, f"--tls-cert={cert}"],
+        [*line, f"--tls-folder={tmp_path / 'nowhere'}"],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
         check=False,
     )
-    assert ended.returncode == 1 and ended.stderr.startswith("fabric: TLS is set without ca, key")
+    assert ended.returncode == 1 and ended.stderr.startswith("fabric: TLS cannot be used (No such file")

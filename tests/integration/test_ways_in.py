@@ -112,9 +112,9 @@ def computed(job: Job, step: int) -> int:
     return lines.count(f"computes {step}")
 
 
-@pytest.mark.parametrize(("retain", "times"), [("1", 12), ("0", 18)])
+@pytest.mark.parametrize(("on_abort", "times"), [("retry", 12), ("recompute", 18)])
 def test_a_retry_redoes_the_exchange_and_computes_again_only_what_was_not_retained(
-    zygote, tmp_path, retain, times
+    zygote, tmp_path, on_abort, times
 ):
     """12 micro-batches, half of them r0's own: with the gradients retained it adds those of the dead one,
     without it computes its own a second time too."""
@@ -124,7 +124,7 @@ def test_a_retry_redoes_the_exchange_and_computes_again_only_what_was_not_retain
         "overlap_trainer",
         OVERLAP="plain",
         TINY_STEPS="40",
-        FABRIC_RETAIN_GRADIENTS=retain,
+        FABRIC_ON_ABORT=on_abort,
     )
     check(job, 40)
     assert computed(job, KILLED_AT) == times

@@ -198,17 +198,16 @@ def test_an_argument_that_cannot_be_kept_ends_the_process_with_a_sentence(argume
 
 def test_arguments_become_settings(monkeypatch):
     monkeypatch.setenv("FABRIC_REPLICAS", "2:8")
-    named = {"timeout": timedelta(seconds=5), "connect_timeout": timedelta(seconds=9), "max_retries": 3}
+    named = {"timeout": timedelta(seconds=5), "max_retries": 3}
     names = {"replica_id": "ddp_0", "lighthouse_addr": "http://host:29510", "hostname": socket.gethostname()}
     made = Replica(min_replica_size=3, port=29600, **named, **names)
     assert made.manager.settings == {
         "replicas": "3:8",
         "exchange_s": 5.0,
-        "contact_s": 9.0,
         "replica": "ddp_0",
         "lighthouse": ("http://host:29510",),
-        "ports": "29600",
-        "max_failed_rounds": 3,
+        "bind": "[127.0.0.1]:29600",
+        "on_abort": "retry 3",
     }
     monkeypatch.setenv("FABRIC_REPLICA", "r0")
     monkeypatch.setenv("FABRIC_LIGHTHOUSE", "http://other:8600")
@@ -216,9 +215,10 @@ def test_arguments_become_settings(monkeypatch):
 
 
 def test_arguments_without_effect_are_named_in_the_log(caplog):
-    Replica(quorum_timeout=timedelta(seconds=5), hostname="elsewhere")
+    other = timedelta(seconds=5)
+    Replica(quorum_timeout=other, connect_timeout=other, hostname="elsewhere")
     said = [record.getMessage() for record in caplog.records]
-    for name, sentence in zip(("hostname", "quorum_timeout"), said, strict=True):
+    for name, sentence in zip(("hostname", "quorum_timeout", "connect_timeout"), said, strict=True):
         assert sentence.startswith(f"Manager's {name} has no effect: ")
 
 

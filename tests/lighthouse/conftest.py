@@ -14,7 +14,7 @@ def lighthouse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LighthouseP
     it leads also on a busy machine.
     """
     folder = tmp_path_factory.mktemp("lighthouse")
-    arguments = ("--start-wait-s", "60", "--lease-s", "60")
+    arguments = ("--limit", "start-wait-s=60", "--limit", "lease-s=60")
     with LighthouseProcess(folder, f"sqlite://{folder}/store.db", arguments=arguments) as process:
         yield process
 

@@ -91,7 +91,7 @@ class LighthouseProcess:
         arguments = ["--store", self.store]
         arguments += ["--token-file", str(self.token_file), "--ready-file", str(self.ready_file)]
         # Test members send few heartbeats, and the machine may be loaded: silence must not evict them.
-        arguments += ["--silence-s", "60", "--port", port, *self.arguments]
+        arguments += ["--limit", "silence-s=60", "--bind", f"127.0.0.1:{port}", *self.arguments]
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = start_lighthouse(arguments, log)
 

@@ -118,7 +118,7 @@ async def test_a_refused_trainer_comes_back_to_the_same_lighthouse(monkeypatch):
     await site.start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     refused: list[str] = []
-    link = LighthouseLink(Settings(job="job", replica="r0", lighthouse=(url,), contact_s=0.0))
+    link = LighthouseLink(Settings(job="job", replica="r0", lighthouse=(url,), autonomy_s=0.0))
     async with asyncio.timeout(60):
         await link.run(lambda _: None, refused.append)
     await runner.cleanup()
@@ -166,7 +166,7 @@ async def test_a_new_leader_evicts_no_member_of_a_crowd_that_comes_back(herd_htt
     """
     url, clock = f"sqlite://{tmp_path}/store.db", Clock()
     monkeypatch.setattr("fabric.lighthouse.jobs.jobs.TermContext", partial(TermContext, clock=clock))
-    arguments = ("--namespace", "ns", "--lease-s", "2", "--max-replicas", "1000")
+    arguments = ("--namespace", "ns", "--limit", "lease-s=2", "--limit", "max-replicas=1000")
     with LighthouseProcess(tmp_path, url, "first", arguments) as first:
         members = await start_job(herd_http, first.url, HERD)
         nonce = members[0].newest.nonce

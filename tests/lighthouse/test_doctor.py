@@ -67,7 +67,7 @@ def test_the_doctor_command_prints_its_findings_and_sets_its_exit_code(lighthous
         ("DURABLE", "/proc/nope", "bad", "FABRIC_DURABLE to a folder"),
         ("DURABLE", "nosuchfs://x", "bad", "nosuchfs"),
         ("DISABLE", "maybe", "bad", 'FABRIC_DISABLE is "maybe"'),
-        ("PORTS", "abc", "bad", 'FABRIC_PORTS is "abc"'),
+        ("BIND", "127.0.0.1:abc", "bad", 'FABRIC_BIND is "127.0.0.1:abc"'),
     ],
 )
 def test_each_mistaken_setting_is_found(environment, monkeypatch, name, value, level, sentence):
@@ -132,13 +132,13 @@ def test_on_a_lighthouses_host_the_doctor_needs_the_store_only(tmp_path):
 
 
 def test_the_doctor_checks_the_store_with_the_lighthouses_own_options(tmp_path):
-    said = fabric("doctor", "--store", "etcds://127.0.0.1:1", "--store-ca", tmp_path / "none.pem").stdout
-    assert "certificates cannot be used" in said and "none.pem" in said
+    said = fabric("doctor", "--store", "etcds://127.0.0.1:1", "--store-tls", tmp_path / "none").stdout
+    assert "certificates cannot be used" in said and "none/ca.crt" in said
 
 
 def test_a_port_that_is_taken_is_found(environment, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setenv("FABRIC_PORTS", str(taken.getsockname()[1]))
+        monkeypatch.setenv("FABRIC_BIND", f"127.0.0.1:{taken.getsockname()[1]}")
         assert "is taken" in findings("bad")
 
 

@@ -152,7 +152,7 @@ def drilled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drilled")
     (folder / "drill-token").touch(mode=0o600)
     (folder / "drill-token").write_text(DRILL_TOKEN)
-    arguments = ("--lease-s", "60", "--drill-token-file", str(folder / "drill-token"))
+    arguments = ("--limit", "lease-s=60", "--drill-token-file", str(folder / "drill-token"))
     with LighthouseProcess(folder, f"sqlite://{folder}/store.db", arguments=arguments) as process:
         yield process
 

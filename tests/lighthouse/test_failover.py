@@ -32,7 +32,7 @@ from fabric.protocol.messages import wire
 from fabric.store import Put, open_store
 
 # A lighthouse that must lose its lease during the test has SHORT; one that must keep it has LONG.
-SHORT, LONG = ("--lease-s", "3"), ("--lease-s", "60")
+SHORT, LONG = ("--limit", "lease-s=3"), ("--limit", "lease-s=60")
 
 
 def process(
@@ -154,7 +154,7 @@ async def test_a_follower_restarted_at_the_dead_leaders_address_does_not_redirec
     """The dead leader's lease still names this URL, so a redirect would lead to the same lighthouse."""
     store = f"sqlite://{tmp_path}/store.db"
     with LighthouseProcess(
-        tmp_path, store, arguments=("--namespace", namespace, "--lease-s", "60")
+        tmp_path, store, arguments=("--namespace", namespace, "--limit", "lease-s=60")
     ) as lighthouse:
         lighthouse.end(signal.SIGKILL)
         lighthouse.launch(port=lighthouse.port)
@@ -176,7 +176,7 @@ async def test_a_follower_restarted_at_the_dead_leaders_address_does_not_redirec
 
 async def test_a_dated_picture_is_shown_while_no_lighthouse_leads(http, tmp_path):
     url = f"sqlite://{tmp_path}/store.db"
-    short = ("--namespace", "ns", "--lease-s", "1")
+    short = ("--namespace", "ns", "--limit", "lease-s=1")
     with LighthouseProcess(tmp_path, url, arguments=short) as lighthouse:
         members = await start_job(http, lighthouse.url)
         with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
@@ -202,7 +202,7 @@ async def test_a_dated_picture_is_shown_while_no_lighthouse_leads(http, tmp_path
 async def test_a_standby_names_the_store_that_is_away_when_the_leader_dies(http, tmp_path, namespace):
     """The standby sent people to the dead leader's address, and named no store."""
     store = f"sqlite://{tmp_path}/store.db"
-    short = ("--namespace", namespace, "--lease-s", "1")
+    short = ("--namespace", namespace, "--limit", "lease-s=1")
     with (
         LighthouseProcess(tmp_path, store, arguments=short) as leader,
         LighthouseProcess(tmp_path, store, name="two", arguments=short) as standby,

@@ -94,7 +94,7 @@ class TestLighthouseRefuses:
 
     def test_a_lighthouse_refuses_to_start_without_its_store(self, taken_port):
         free = taken_port + 1 if taken_port < 65535 else taken_port - 1
-        said = self.refusal("--store", f"etcd://127.0.0.1:{free}", "--store-wait-s", "0.2")
+        said = self.refusal("--store", f"etcd://127.0.0.1:{free}", "--limit", "store-wait-s=0.2")
         assert "etcd" in said
 
     def test_an_impossible_store_url_is_refused(self):
@@ -108,7 +108,9 @@ class TestLighthouseRefuses:
         assert "does not exist" in self.refusal("--store", f"sqlite://{tmp_path}/no/store.db")
 
     def test_a_taken_port_is_refused(self, taken_port):
-        assert "taken by another process" in self.refusal("--store", self.store, "--port", taken_port)
+        assert "taken by another process" in self.refusal(
+            "--store", self.store, "--bind", f"127.0.0.1:{taken_port}"
+        )
 
     def test_a_missing_or_empty_token_file_is_refused(self, tmp_path):
         empty = tmp_path / "empty"
@@ -127,14 +129,16 @@ class TestLighthouseRefuses:
     @pytest.mark.parametrize(
         "arguments",
         [
-            ("--port", "99999"),
-            ("--port", "9-8"),
+            ("--bind", "127.0.0.1:99999"),
+            ("--bind", "127.0.0.1:9-8"),
             ("--bind", "no.such.host.invalid"),
-            ("--lease-s", "0"),
-            ("--lease-s", "nan"),
-            ("--silence-s", "0"),
-            ("--autonomy-s", "inf"),
-            ("--start-wait-s", "-1"),
+            ("--limit", "lease-s=0"),
+            ("--limit", "lease-s=nan"),
+            ("--limit", "silence-s=0"),
+            ("--limit", "autonomy-s=inf"),
+            ("--limit", "start-wait-s=-1"),
+            ("--limit", "lease-s=soon"),
+            ("--limit", "patience-s=5"),
             ("--advertise", "somewhere:80"),
             ("--namespace", "a/b"),
         ],
@@ -148,7 +152,7 @@ def test_a_lighthouse_waits_for_a_store_that_is_late(tmp_path, request):
     etcd_process.require_etcd()
     client, peer = etcd_process.free_ports(2)
     etcd = etcd_process.EtcdMember(tmp_path / "etcd", client, peer)
-    lighthouse = LighthouseProcess(tmp_path, etcd.url, arguments=("--store-wait-s", "30"))
+    lighthouse = LighthouseProcess(tmp_path, etcd.url, arguments=("--limit", "store-wait-s=30"))
     request.addfinalizer(etcd.stop)
     request.addfinalizer(lambda: lighthouse.__exit__())
     lighthouse.launch()
@@ -166,7 +170,7 @@ def test_sigterm_and_sigint_end_it_cleanly(tmp_path, number):
 
 
 def test_an_end_while_waiting_for_the_store_is_clean_too(tmp_path):
-    lighthouse = LighthouseProcess(tmp_path, "etcd://127.0.0.1:1", arguments=("--store-wait-s", "60"))
+    lighthouse = LighthouseProcess(tmp_path, "etcd://127.0.0.1:1", arguments=("--limit", "store-wait-s=60"))
     lighthouse.launch()
     wait_for(lambda: "waiting for the store" in lighthouse.log, "it to say that it waits")
     assert lighthouse.end() == 0

@@ -137,7 +137,7 @@ async def test_a_job_token_is_added_and_removed_without_a_restart(http, tmp_path
 
 async def test_the_lighthouses_own_setting_bounds_what_a_job_may_have(http, tmp_path):
     with LighthouseProcess(
-        tmp_path, f"sqlite://{tmp_path}/store.db", arguments=("--max-replicas", "5000")
+        tmp_path, f"sqlite://{tmp_path}/store.db", arguments=("--limit", "max-replicas=5000")
     ) as lighthouse:
         member, *_ = await start_job(http, lighthouse.url, count=1, job="large", data_slot=1500)
         url = f"{lighthouse.url}/v1/jobs/large"
@@ -153,15 +153,17 @@ async def test_the_lighthouses_own_setting_bounds_what_a_job_may_have(http, tmp_
 
 async def test_quotas_are_refused_with_a_remedy(http, tmp_path):
     with LighthouseProcess(
-        tmp_path, f"sqlite://{tmp_path}/store.db", arguments=("--max-jobs", "1", "--max-replicas", "2")
+        tmp_path,
+        f"sqlite://{tmp_path}/store.db",
+        arguments=("--limit", "max-jobs=1", "--limit", "max-replicas=2"),
     ) as lighthouse:
         members = await start_job(http, lighthouse.url, count=2, job="first")
         third = await WireMember(http, lighthouse.url, "r2", job="first", replicas="2").open()
         reason = (await third.next(m.Rejected)).reason
-        assert "job first has 2 replicas" in reason and "--max-replicas" in reason
+        assert "job first has 2 replicas" in reason and "--limit max-replicas" in reason
         other = await WireMember(http, lighthouse.url, "r0", job="second", replicas="1").open()
         reason = (await other.next(m.Rejected)).reason
-        assert "leads 1 job," in reason and "--max-jobs" in reason
+        assert "leads 1 job," in reason and "--limit max-jobs" in reason
         # `fabric scale` has the same bound, and no other bound.
         url = f"{lighthouse.url}/v1/jobs/first/scale"
         asked = {"who": "me", "why": "more"}
@@ -177,14 +179,14 @@ async def test_quotas_are_refused_with_a_remedy(http, tmp_path):
 
 async def test_more_replicas_than_the_lighthouse_allows_are_not_waited_for(http, tmp_path):
     with LighthouseProcess(
-        tmp_path, f"sqlite://{tmp_path}/store.db", arguments=("--max-replicas", "2")
+        tmp_path, f"sqlite://{tmp_path}/store.db", arguments=("--limit", "max-replicas=2")
     ) as lighthouse:
         members = [
             await WireMember(http, lighthouse.url, name, job="eager", replicas="3").open()
             for name in ("r0", "r1")
         ]
         for member in members:
-            assert (await member.epoch(1)).names == ("r0", "r1"), "at once, not after --start-wait-s"
+            assert (await member.epoch(1)).names == ("r0", "r1"), "at once, not after start-wait-s"
         _, told = await get(http, f"{lighthouse.url}/v1/jobs/eager/events")
         assert [event["why"] for event in told if event["kind"] == "policy kept"] == [
             "it asked to start with 3 replicas, this lighthouse allows 2"
@@ -192,13 +194,13 @@ async def test_more_replicas_than_the_lighthouse_allows_are_not_waited_for(http,
         needy = await WireMember(http, lighthouse.url, "r0", job="needy", replicas="3:8").open()
         reason = (await needy.next(m.Rejected)).reason
         assert "asks for at least 3 replicas, and this lighthouse allows 2" in reason
-        assert "FABRIC_REPLICAS" in reason and "--max-replicas" in reason
+        assert "FABRIC_REPLICAS" in reason and "--limit max-replicas" in reason
         await close_all([*members, needy])
 
 
 async def test_a_complete_job_without_connections_is_forgotten_when_its_time_is_over(http, tmp_path):
     store = f"sqlite://{tmp_path}/store.db"
-    with LighthouseProcess(tmp_path, store, arguments=("--retain-s", "1")) as lighthouse:
+    with LighthouseProcess(tmp_path, store, arguments=("--limit", "retain-s=1")) as lighthouse:
         url = f"{lighthouse.url}/v1/jobs/done"
         (member,) = await start_job(http, lighthouse.url, count=1, job="done")
         status = await WireStatus(http, lighthouse.url, "r0", job="done").open()
@@ -227,10 +229,10 @@ async def test_a_complete_job_without_connections_is_forgotten_when_its_time_is_
 def test_impossible_settings_of_jobs_are_refused(tmp_path):
     for arguments, said in (
         (("--job-tokens", str(tmp_path / "none")), "does not exist"),
-        (("--max-jobs", "0"), "give at least 1"),
-        (("--max-replicas", "1000000"), "at most"),
-        (("--retain-s", "0"), "retain-s is 0"),
-        (("--failures", "-1"), "failures is -1"),
+        (("--limit", "max-jobs=0"), "give at least 1"),
+        (("--limit", "max-replicas=1000000"), "at most"),
+        (("--limit", "retain-s=0"), "retain-s is 0"),
+        (("--limit", "failures=-1"), "failures is -1"),
     ):
         done = fabric("lighthouse", "--store", f"sqlite://{tmp_path}/store.db", *arguments)
         assert done.returncode == 1 and said in done.stderr, done.stderr

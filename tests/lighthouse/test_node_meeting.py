@@ -148,7 +148,7 @@ def test_a_spare_host_takes_the_place_of_a_killed_one(hosts):
     for number in (0, 1):
         hosts.start(f"host-{number}", *NODES, "--node", str(number), play=play)
     hosts.until_run(4, 0)
-    hosts.start("host-2", *NODES, "--spare-node", play=play, replica="")
+    hosts.start("host-2", *NODES, "--node", "spare", play=play, replica="")
     said = hosts.launchers["host-2"].stderr.readline()
     while "stands by" not in said:
         assert said, "the spare host has ended"
@@ -186,7 +186,7 @@ def test_the_status_names_the_lost_host_until_a_spare_host_has_its_place(hosts):
     assert re.search(
         rf'replica_down{{host="127.0.0.5",job="{hosts.job}",replica="r0",why=".*waits for', metrics
     )
-    hosts.start("host-2", *NODES, "--spare-node", play=play, replica="", advertise="127.0.0.7")
+    hosts.start("host-2", *NODES, "--node", "spare", play=play, replica="", advertise="127.0.0.7")
     hosts.until_run(4, 1)
     body = hosts.until_status(lambda body: [x["state"] for x in body["nodes"]] == ["member", "member"])
     assert (body["nodes"][0]["host"], body["nodes"][0]["why"]) == ("127.0.0.7", "in the place of 127.0.0.5")
@@ -201,7 +201,7 @@ def test_the_status_names_the_lost_host_until_a_spare_host_has_its_place(hosts):
 def test_hosts_run_on_without_a_lighthouse_and_meet_again_at_the_next(job, tmp_path):
     """The next one knows of no attempt: it learns the nodes from the launchers."""
     play = {rank: ["waits", "0"] for rank in "0123"}
-    arguments = ("--start-wait-s", "60", "--lease-s", "2")
+    arguments = ("--limit", "start-wait-s=60", "--limit", "lease-s=2")
     lighthouse = LighthouseProcess(tmp_path, f"sqlite://{tmp_path}/store.db", arguments=arguments)
     with lighthouse, gathered(Hosts(lighthouse, job, tmp_path)) as hosts:
         for number in (0, 1):
@@ -220,12 +220,12 @@ def test_hosts_run_on_without_a_lighthouse_and_meet_again_at_the_next(job, tmp_p
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--nodes", "2"], "--nodes 2 needs this host's number: give --node 0 to 1"),
+        (["--nodes", "2"], "--nodes 2 needs this host's number: give --node 0 to 1, or --node spare"),
         (["--nodes", "2", "--node", "2"], "--node 2 is not below --nodes 2: give 0 to 1"),
-        (["--spare-node"], "--spare-node is for replicas of several hosts: give their --nodes too"),
+        (["--node", "spare"], "--node spare is for replicas of several hosts: give their --nodes too"),
         (
-            ["--nodes", "2", "--node", "1", "--spare-node"],
-            "--node and --spare-node contradict each other: leave one of them away",
+            ["--nodes", "2", "--node", "first"],
+            '--node is "first": give --node 0 to 1, or --node spare',
         ),
         (
             ["--nodes", "2", "--node", "1", "--ranks", "1:4"],

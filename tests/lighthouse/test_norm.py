@@ -9,7 +9,7 @@ from lighthouse_support import LighthouseProcess, WireMember, close_all, eventua
 from fabric.protocol.messages import network as m
 
 SAME, OTHER = "on_nan propagate", "on_nan skip"
-LEASE = ("--lease-s", "3")
+LEASE = ("--limit", "lease-s=3")
 
 
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["blink", "restart"])

@@ -62,7 +62,7 @@ async def test_an_impossible_command_is_one_sentence(lighthouse, http, job):
 
 async def test_events_are_followed_over_a_fail_over(http, tmp_path, job):
     store = f"sqlite://{tmp_path}/store.db"
-    arguments = ("--lease-s", "60")
+    arguments = ("--limit", "lease-s=60")
     with (
         LighthouseProcess(tmp_path, store, arguments=arguments) as first,
         LighthouseProcess(tmp_path, store, "two", arguments) as second,

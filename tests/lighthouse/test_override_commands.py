@@ -49,7 +49,7 @@ async def say_outside(member):
 
 
 async def test_joins_are_paused_and_resumed_over_a_fail_over(http, tmp_path, job):
-    store, arguments = f"sqlite://{tmp_path}/store.db", ("--lease-s", "2")
+    store, arguments = f"sqlite://{tmp_path}/store.db", ("--limit", "lease-s=2")
     with (
         LighthouseProcess(tmp_path, store, arguments=arguments) as first,
         LighthouseProcess(tmp_path, store, "two", arguments) as second,
@@ -132,7 +132,7 @@ async def test_the_size_of_a_job_is_set_and_members_learn_what_it_needs(lighthou
         ),
         ("scale", ANN, 400, "give"),
         ("scale", {**ANN, "max": -1}, 400, "count of replicas"),
-        ("scale", {**ANN, "max": 1025}, 400, "from 0 to 1024, this lighthouse's --max-replicas"),
+        ("scale", {**ANN, "max": 1025}, 400, "from 0 to 1024, this lighthouse's max-replicas"),
         ("scale", {**ANN, "max": True}, 400, "count of replicas"),
         ("scale", {**ANN, "max": "2"}, 400, "count of replicas"),
         ("pause", {"who": "ann"}, 400, '"why" must be'),
@@ -215,7 +215,7 @@ async def die_and_come_back(http, lighthouse, members, server, job):
 
 
 async def test_a_replica_that_fails_repeatedly_waits_until_an_operator_admits_it(http, tmp_path, job):
-    arguments = ("--failures", "2")
+    arguments = ("--limit", "failures=2")
     with LighthouseProcess(tmp_path, f"sqlite://{tmp_path}/store.db", arguments=arguments) as lighthouse:
         async with AsyncExitStack() as stack:
             members = await start_job(http, lighthouse.url, count=3, job=job)
@@ -261,7 +261,7 @@ def test_operator_commands_need_a_reason_and_scale_needs_a_number(lighthouse, jo
 
 
 async def test_the_mode_against_slow_replicas_and_vetoes_outlive_their_leader(http, tmp_path, job):
-    store, arguments = f"sqlite://{tmp_path}/store.db", ("--lease-s", "2")
+    store, arguments = f"sqlite://{tmp_path}/store.db", ("--limit", "lease-s=2")
     with (
         LighthouseProcess(tmp_path, store, arguments=arguments) as first,
         LighthouseProcess(tmp_path, store, "two", arguments) as second,

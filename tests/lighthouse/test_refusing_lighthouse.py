@@ -111,10 +111,10 @@ async def test_a_process_that_its_launcher_has_restarted_waits_for_a_lighthouse_
     """Its launcher would take an error for final, and all lighthouses may be away for long."""
     async with stubs(1) as (stub,):
         stub.status = 503
-        async with linked(stub, contact_s=0.0) as (refused, _):
+        async with linked(stub, autonomy_s=0.0) as (refused, _):
             await refusal_comes(refused)
             assert refused[0].startswith("no lighthouse was found within 0 s")
-        async with linked(stub, contact_s=0.0, restarted=True) as (refused, events):
+        async with linked(stub, autonomy_s=0.0, restarted=True) as (refused, events):
             await stub.has_been_asked(5)
             stub.status = 101
             await stub.has_been_asked(7)

@@ -22,7 +22,7 @@ def copy(source: Path, target: Path) -> None:
 async def test_epochs_go_on_above_all_that_members_know_and_a_death_is_answered(http, tmp_path):
     folder, backup = tmp_path / "store", tmp_path / "backup"
     folder.mkdir()
-    arguments = ("--lease-s", "1")
+    arguments = ("--limit", "lease-s=1")
     with LighthouseProcess(tmp_path, f"sqlite://{folder}/store.db", arguments=arguments) as lighthouse:
         members = await start_job(http, lighthouse.url)
         lighthouse.end(signal.SIGTERM)

@@ -287,7 +287,7 @@ SHELLS = (
     Mutant(
         "a rank that lost its peer ends the replica",
         RestartPolicy.judge,
-        "final and not self._has_cause(end)",
+        "final and not has_cause",
         "final",
         "cli/test_restart_policy.py::test_only_final_exit_codes_end_the_launcher",
     ),
@@ -301,20 +301,20 @@ SHELLS = (
     Mutant(
         "a refused layout is tried again",
         restart_policy.choose_layout,
-        "layout not in refused and ",
+        "x not in refused and ",
         "",
         "cli/test_restart_policy.py::test_fewer_devices_lead_to_the_next_layout_that_the_script_builds",
     ),
     Mutant(
         "a layout is chosen for devices that are not there",
         restart_policy.choose_layout,
-        " and layout.ranks <= devices",
+        " and x.ranks <= devices",
         "",
         "cli/test_restart_policy.py::test_fewer_devices_lead_to_the_next_layout_that_the_script_builds",
     ),
     Mutant(
         "a death by a signal has no exit code of its own",
-        restart_policy._code_of,
+        RestartPolicy.judge,
         "END_BY_SIGNAL - code if code < 0 else code",
         "abs(code)",
         "cli/test_restart_policy.py::test_used_up_restarts_pass_the_first_failures_code_on",

@@ -11,7 +11,12 @@ import yaml
 
 from fabric.cli.drill import drill
 from fabric.drill.judge.expectations import parse_expectation
-from fabric.drill.schedule.drill_schedule import DrillSchedule, check_schedule, parse_duration, parse_fault
+from fabric.drill.schedule.drill_schedule import (
+    DrillSchedule,
+    check_schedule,
+    parse_fault,
+    random_schedule,
+)
 from fabric.drill.schedule.fault_table import FaultNeed, FaultScope
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
@@ -74,7 +79,7 @@ def test_the_lighthouse_is_open_to_the_pod_that_drills_a_running_job():
 def test_the_drill_of_a_running_job_asks_for_faults_that_an_injector_plays():
     (container,) = pod(RECIPES[1])["containers"]
     options = given(container["command"])
-    assert options["command"] == () and options["job_name"] == "gpt"
+    assert options["command"] == () and options["job"] == "gpt"
     assert str(options["token_file"]).startswith(container["volumeMounts"][-1]["mountPath"])
     assert all(parse_expectation(text) for text in options["expect"])
     names = ("r0", "r1", "r2")
@@ -90,7 +95,7 @@ def test_the_drill_of_the_cron_job_is_one_that_the_command_accepts():
     assert all(parse_expectation(text) for text in options["expect"])
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
     assert str(options["out"].parent) in mounts
-    length_s = parse_duration(options["length"], "--for")
+    length_s = random_schedule(options["drawn"], ("r0", "r1", "r2"), frozenset(FaultNeed)).least_s
     assert 2 * length_s < cron_job()["spec"]["jobTemplate"]["spec"]["activeDeadlineSeconds"]
 
 
@@ -105,7 +110,7 @@ def test_the_slurm_script_ends_with_the_exit_code_of_its_drill(tmp_path, code):
     done = subprocess.run(["bash", str(script), "train_me.py"], env=environment, timeout=60, check=False)
     assert done.returncode == code
     options = given(["fabric", *called.read_text().splitlines()])
-    assert (options["seed"], str(options["out"])) == (12, "drill-77")
+    assert (options["drawn"], str(options["out"])) == ("12 every 30s for 20m", "drill-77")
     assert options["command"] == ("python", "train_me.py")
 
 

@@ -15,7 +15,7 @@ DEADLINE_S = 120
 _FABRIC = """#!/bin/bash
 [ "$1 ${*: -1}" = "launch train.py" ] || exit 99
 case " $* " in
-    *" --spare-node "*)
+    *" --node spare "*)
         echo "$*" >> "$PLAY/spares"
         while kill -0 $PPID 2> /dev/null; do sleep 0.05; done
         exit
@@ -158,7 +158,7 @@ def test_replicas_of_several_nodes_have_numbered_hosts_and_what_is_left_stands_b
     assert steps == ["node1 r0", "node2 r0", "node3 spare"]
     hosts = sorted((play.folder / "hosts").read_text().splitlines())
     assert hosts == ["r0 --nodes 2 --node 0", "r0 --nodes 2 --node 1"]
-    assert (play.folder / "spares").read_text() == "launch --nodes 2 --spare-node train.py\n"
+    assert (play.folder / "spares").read_text() == "launch --nodes 2 --node spare train.py\n"
     assert "FABRIC_REPLICAS=1:1" in (play.folder / "r0.env").read_text()
     assert "FABRIC_REPLICA=" not in (play.folder / "spare.env").read_text()
     assert "replica r0 on node1 has finished" in done.stderr

@@ -411,7 +411,7 @@ def test_with_tls_nothing_is_in_plain_text_but_metrics():
         assert [w.partition("=")[0] for w in plain] in ([], ["--listen-metrics-urls"]), plain
         variables = {e["name"] for e in container["env"]}
         if document["metadata"]["name"] == "fabric-lighthouse":
-            assert {"FABRIC_TLS_CERT", "FABRIC_TLS_KEY", "FABRIC_TLS_CA"} <= variables
+            assert "FABRIC_TLS" in variables
             for probe in ("livenessProbe", "readinessProbe"):
                 # With TLS the probe cannot be HTTP, because the kubelet has no certificate.
                 assert "httpGet" not in container[probe]

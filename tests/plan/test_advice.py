@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from fabric.cli.main import cli
 from fabric.plan.advice import Estimate, compare, options_for, recommendation, worthwhile_spares
-from fabric.plan.cluster import PRESETS, Cluster, RackFailures, preset
+from fabric.plan.cluster import PRESETS, Cluster, preset
 from fabric.plan.report import page, sweeps
 
 SMALL = Cluster(gpus=64, replica_gpus=8, mtbf_s=1800.0, steps=300)
@@ -21,8 +21,8 @@ def run(*arguments):
 
 
 def test_a_job_of_the_environment_does_not_change_a_plan(monkeypatch):
-    described = ("--gpus", "16", "--replica-gpus", "8", "--mtbf", "1800", "--step", "1")
-    arguments = (*described, "--steps", "20", "--seeds", "1", "--json")
+    described = ("gpus=16", "replica_gpus=8", "mtbf_s=1800", "step_s=1")
+    arguments = (*described, "steps=20", "--seeds", "1", "--json")
     monkeypatch.delenv("FABRIC_JOB", raising=False)
     without = run(*arguments)
     monkeypatch.setenv("FABRIC_JOB", "gpt")
@@ -63,8 +63,8 @@ def test_failures_of_whole_racks_are_fewer_incidents_except_under_replication():
     """If a whole rack with half of the replicas dies at one instant, most policies stop once. Under
     replication a rack holds a whole block, so its death restarts all groups.
     """
-    racks = replace(SMALL, arrivals="racks", racks=RackFailures(4, 0.9), mtbf_s=600.0, steps=600)
-    alone = replace(racks, racks=RackFailures(4, 0.0))
+    racks = replace(SMALL, arrivals="racks", rack_replicas=4, rack_share=0.9, mtbf_s=600.0, steps=600)
+    alone = replace(racks, rack_share=0.0)
     next_s = racks.failures().clocks(racks.replicas, np.random.default_rng(0)).next_s
     assert len(set(next_s.tolist())) < racks.replicas
     gains = {name: effective(racks, name) - effective(alone, name) for name in ("FT-HSDP", "replication")}
@@ -78,23 +78,23 @@ def test_several_workers_compute_what_one_does():
 
 
 def test_the_command_takes_racks():
-    described = ("--gpus", "64", "--replica-gpus", "8", "--mtbf", "1800", "--steps", "50", "--seeds", "1")
-    racks = run(*described, "--arrivals", "racks", "--rack-replicas", "4", "--rack-share", "0.5", "--json")
+    described = ("gpus=64", "replica_gpus=8", "mtbf_s=1800", "steps=50", "--seeds", "1")
+    racks = run(*described, "arrivals=racks", "rack_replicas=4", "rack_share=0.5", "--json")
     assert racks.exit_code == 0, racks.output
-    assert json.loads(racks.output)["cluster"]["racks"] == {"replicas": 4, "share": 0.5}
+    assert json.loads(racks.output)["cluster"]["rack_share"] == 0.5
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--arrivals", "racks"), "--arrivals racks needs --rack-replicas from 1 to 8, not 0"),
-        (("--arrivals", "racks", "--rack-replicas", "9"), "from 1 to 8, not 9"),
-        (("--rack-replicas", "2"), "--rack-replicas goes with --arrivals racks, not with poisson"),
-        (("--rack-share", "1"), "--rack-share must be 0 up to 1, not 1"),
+        (("arrivals=racks",), "arrivals=racks needs rack_replicas from 1 to 8, not 0"),
+        (("arrivals=racks", "rack_replicas=9"), "from 1 to 8, not 9"),
+        (("rack_replicas=2",), "rack_replicas goes with arrivals=racks, not with poisson"),
+        (("rack_share=1",), "rack_share must be 0 up to 1, not 1"),
     ],
 )
 def test_racks_that_cannot_be_are_refused(arguments, sentence):
-    result = run("--gpus", "64", "--replica-gpus", "8", "--mtbf", "1800", *arguments)
+    result = run("gpus=64", "replica_gpus=8", "mtbf_s=1800", *arguments)
     assert result.exit_code == 2 and sentence in result.output
 
 
@@ -128,7 +128,7 @@ def test_the_page_needs_no_network_and_escapes_its_words():
 
 
 def test_the_command_prints_a_table_and_a_sentence():
-    result = run("--gpus", "32", "--replica-gpus", "8", "--mtbf", "3600", "--steps", "50", "--seeds", "2")
+    result = run("gpus=32", "replica_gpus=8", "mtbf_s=3600", "steps=50", "--seeds", "2")
     assert result.exit_code == 0, result.output
     assert "checkpoint and" in result.output
     assert "Run fabric" in result.output
@@ -136,7 +136,7 @@ def test_the_command_prints_a_table_and_a_sentence():
 
 def test_the_command_prints_json_and_writes_a_page(tmp_path):
     target = tmp_path / "plan.html"
-    result = run("--preset", "torchpass-64", "--steps", "30", "--seeds", "1", "--json", "--html", str(target))
+    result = run("torchpass-64", "steps=30", "--seeds", "1", "--json", "--html", str(target))
     assert result.exit_code == 0, result.output
     body = json.loads(result.output)
     assert body["cluster"]["gpus"] == 64
@@ -147,7 +147,7 @@ def test_the_command_prints_json_and_writes_a_page(tmp_path):
 def test_a_trace_sets_the_rate(tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text("time_h,unit,event\n1,a,fail\n2,a,repair\n5,b,fail\n6,b,repair\n10,a,fail\n")
-    result = run("--gpus", "32", "--replica-gpus", "8", "--trace", str(trace), "--steps", "50", "--json")
+    result = run("gpus=32", "replica_gpus=8", "--trace", str(trace), "steps=50", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["cluster"]["mtbf_s"] == pytest.approx(12000)
 
@@ -155,18 +155,21 @@ def test_a_trace_sets_the_rate(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "--gpus, --replica-gpus, --mtbf is missing"),
-        (["--preset", "moon"], "there is no preset 'moon': choose one of llama3-16k"),
-        (["--preset", "spare-200", "--mtbf", "-3"], "mtbf_s must be a positive number, not -3"),
-        (["--preset", "spare-200", "--mtbf", "0.01"], "check the units"),
-        (["--preset", "spare-200", "--step", "nan"], "step_s must be a positive number, not nan"),
-        (["--preset", "spare-200", "--exchange", "99"], "the exchange (99 s) must be shorter than the step"),
-        (["--preset", "spare-200", "--arrivals", "never"], "--arrivals must be one of poisson"),
-        (["--preset", "spare-200", "--seeds", "0"], "--seeds must be 1 or more"),
-        (["--preset", "spare-200", "--spares", "-1"], "--spares must be zero or more"),
-        (["--gpus", "8", "--replica-gpus", "8", "--mtbf", "60"], "fewer than 2 replicas"),
-        (["--gpus", "16", "--replica-gpus", "8", "--trace", "/nonexistent.csv"], "No such file"),
-        (["reproduce", "--quick"], "run python benchmarks/reproduce.py in the source tree"),
+        ([], "gpus, replica_gpus, mtbf_s is missing"),
+        (["moon"], "there is no preset 'moon': choose one of llama3-16k"),
+        (["spare-200", "mtbf_s=-3"], "mtbf_s must be a positive number, not -3"),
+        (["spare-200", "mtbf_s=0.01"], "check the units"),
+        (["spare-200", "step_s=nan"], "step_s must be a positive number, not nan"),
+        (["spare-200", "exchange_s=99"], "the exchange (99 s) must be shorter than the step"),
+        (["spare-200", "arrivals=never"], "arrivals must be one of poisson"),
+        (["spare-200", "--seeds", "0"], "--seeds must be 1 or more"),
+        (["spare-200", "--spares", "-1"], "--spares must be zero or more"),
+        (["gpus=8", "replica_gpus=8", "mtbf_s=60"], "fewer than 2 replicas"),
+        (["gpus=16", "replica_gpus=8", "--trace", "/nonexistent.csv"], "No such file"),
+        (["spare-200", "rsc-16k"], "are two presets"),
+        (["spare-200", "mtbf=60"], "a cluster has no mtbf: give one of gpus"),
+        (["spare-200", "mtbf_s=soon"], 'mtbf_s is "soon": give a number'),
+        (["reproduce"], "run python benchmarks/reproduce.py in the source tree"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_one_sentence_and_exit_code_2(arguments, sentence):

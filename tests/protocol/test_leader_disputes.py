@@ -59,7 +59,7 @@ def test_members_of_two_layouts_may_have_two_digests():
 
 
 def test_members_that_do_not_expect_equal_states_serve_one_of_them():
-    """With FABRIC_REPRODUCIBLE=0 the others once waited a minute for a newcomer that got no state."""
+    """With FABRIC_DIGEST_EVERY=drift the others once waited a minute for a newcomer that got no state."""
     lighthouse = started("a b")
     for peer in lighthouse.core.state.liveness.peers.values():
         peer.session = replace(peer.session, replay=False)

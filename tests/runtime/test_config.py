@@ -12,6 +12,7 @@ from fabric.runtime.config import (
     advertised_host,
     advertised_hosts,
     launched_ranks,
+    parse_durable_every,
     parse_replicas,
     settings,
 )
@@ -21,7 +22,7 @@ GOOD = {"FABRIC_REPLICA": "r0", "FABRIC_LIGHTHOUSE": "http://127.0.0.1:1/, http:
 
 def test_arguments_come_before_environment_before_defaults():
     found = settings({**GOOD, "FABRIC_JOB": "a", "FABRIC_EXCHANGE_S": "2.5"}, job="b", replica=None)
-    assert (found.job, found.replica, found.exchange_s, found.digest_every) == ("b", "r0", 2.5, 10)
+    assert (found.job, found.replica, found.exchange_s, found.digest_steps) == ("b", "r0", 2.5, 10)
     assert found.lighthouse == ("http://127.0.0.1:1", "http://127.0.0.1:2")
 
 
@@ -41,21 +42,29 @@ def test_arguments_come_before_environment_before_defaults():
         ({"FABRIC_EXCHANGE_S": "0"}, "exchange_s"),
         ({"FABRIC_AUTONOMY_S": "1"}, "autonomy_s"),
         ({"FABRIC_EXCHANGE_S": "nan"}, "FABRIC_EXCHANGE_S"),
-        ({"FABRIC_CONTACT_S": "-1"}, "FABRIC_CONTACT_S"),
+        ({"FABRIC_CONTACT_S": "9"}, "is gone: set FABRIC_AUTONOMY_S=1800 in its place"),
         ({"FABRIC_DIGEST_EVERY": "-2"}, "FABRIC_DIGEST_EVERY"),
-        ({"FABRIC_SNAPSHOT_SHARE": "inf"}, "FABRIC_SNAPSHOT_SHARE"),
+        ({"FABRIC_DIGEST_EVERY": "sometimes"}, "FABRIC_DIGEST_EVERY"),
+        ({"FABRIC_SNAPSHOT_SHARE": "0.1"}, 'is gone: set FABRIC_SNAPSHOT_EVERY="2% 10m" in its place'),
+        ({"FABRIC_SNAPSHOT_EVERY": "inf%"}, "FABRIC_SNAPSHOT_EVERY"),
+        ({"FABRIC_SNAPSHOT_EVERY": "2% 100"}, "give a time such as 10m after a share"),
         ({"FABRIC_SNAPSHOT_EVERY": "-1"}, "FABRIC_SNAPSHOT_EVERY"),
         ({"FABRIC_SNAPSHOT_EVERY": "often"}, "FABRIC_SNAPSHOT_EVERY"),
         ({"FABRIC_SNAPSHOT_EVERY": "0"}, "FABRIC_SNAPSHOT_EVERY"),
         ({"FABRIC_DURABLE_EVERY": "10 m"}, "steps such as 100, or a time such as 10m"),
         ({"FABRIC_DURABLE_EVERY": "9" * 5000}, "FABRIC_DURABLE_EVERY"),
+        ({"FABRIC_DURABLE_EVERY": "10m keep 0"}, "FABRIC_DURABLE_EVERY"),
+        ({"FABRIC_DURABLE_EVERY": "required"}, "FABRIC_DURABLE_EVERY"),
+        ({"FABRIC_ON_ABORT": "retry 0"}, "FABRIC_ON_ABORT"),
         ({"FABRIC_DURABLE_EVERY_S": "600"}, "is gone: set FABRIC_DURABLE_EVERY=10m in its place"),
         ({"FABRIC_SNAPSHOT_MAX_AGE_S": "60"}, "is gone: set FABRIC_SNAPSHOT_EVERY=10m in its place"),
         ({"FABRIC_DISABLE": "maybe"}, "FABRIC_DISABLE"),
         ({"FABRIC_SPARE": "banana"}, "FABRIC_SPARE"),
-        ({"FABRIC_REPRODUCIBLE": "2"}, "FABRIC_REPRODUCIBLE"),
-        ({"FABRIC_PORTS": "abc"}, "FABRIC_PORTS"),
-        ({"FABRIC_PORTS": "9-1"}, "FABRIC_PORTS"),
+        ({"FABRIC_REPRODUCIBLE": "0"}, "is gone: set FABRIC_DIGEST_EVERY=drift in its place"),
+        ({"FABRIC_BIND": "h:abc"}, "FABRIC_BIND"),
+        ({"FABRIC_BIND": "h:9-1"}, "FABRIC_BIND"),
+        ({"FABRIC_PORTS": "9"}, "is gone: set FABRIC_BIND=0.0.0.0:29500-29510 in its place"),
+        ({"FABRIC_TLS_KEY": "/k"}, "is gone: set FABRIC_TLS=FOLDER in its place"),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_it(more, words):
@@ -71,6 +80,35 @@ def test_unknown_arguments_are_refused():
         settings(GOOD, lighthose=("http://x",))
 
 
+@pytest.mark.parametrize(
+    ("text", "host", "ports"),
+    [
+        ("10.0.0.5", "10.0.0.5", "0"),
+        ("0.0.0.0:29500-29510", "0.0.0.0", "29500-29510"),
+        ("::", "::", "0"),
+        ("fe80::1", "fe80::1", "0"),
+        ("[::]:8600", "::", "8600"),
+        ("[::1]", "::1", "0"),
+        (":8600", "", "8600"),
+    ],
+)
+def test_an_address_may_have_ports(text, host, ports):
+    chosen = settings({**GOOD, "FABRIC_BIND": text})
+    assert (chosen.host, chosen.ports) == (host, ports)
+
+
+def test_settings_of_several_words():
+    durable = parse_durable_every("100, keep 5, required")
+    assert (durable.every.steps, durable.keep, durable.required) == (100, 5, True)
+    assert parse_durable_every("10m").keep == 3 and not parse_durable_every("10m").required
+    drifting = settings({**GOOD, "FABRIC_DIGEST_EVERY": "drift"})
+    assert (drifting.reproducible, drifting.digest_steps) == (False, 0)
+    assert settings({**GOOD, "FABRIC_DIGEST_EVERY": "0"}).reproducible, "no digests, and still replay"
+    chosen = settings({**GOOD, "FABRIC_ON_ABORT": "recompute 4"})
+    assert (chosen.retain_gradients, chosen.max_failed_rounds) == (False, 4)
+    assert Settings().retain_gradients and Settings().max_failed_rounds == 0
+
+
 def test_with_fabric_disabled_no_other_setting_is_needed():
     assert settings({"FABRIC_DISABLE": "1"}).disable
     assert not settings({**GOOD, "FABRIC_DISABLE": "0"}).disable
@@ -80,7 +118,7 @@ def test_with_fabric_disabled_no_other_setting_is_needed():
 def test_yes_and_no_have_four_words_each(words, meant):
     for word in words.split():
         assert settings({**GOOD, "FABRIC_SPARE": word}).spare is meant
-    assert settings({**GOOD, "FABRIC_REPRODUCIBLE": ""}).reproducible, "empty: the default"
+    assert not settings({**GOOD, "FABRIC_SPARE": ""}).spare, "empty: the default"
 
 
 @pytest.mark.parametrize(

@@ -241,11 +241,10 @@ async def test_silent_strangers_make_room_and_keep_no_member_out():
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 def test_a_handshake_that_does_not_end_is_idle_too(run, tmp_path):
     """An event loop's own server does not report unfinished TLS handshakes, but each takes a descriptor."""
-    authority = Authority(tmp_path / "ca")
-    cert, key = authority.issue("service")
+    tls = Authority(tmp_path / "ca").tls("service")
 
     async def story() -> None:
-        async with service(Tls(cert, key, authority.ca)) as found:
+        async with service(tls) as found:
             for says in (b"", b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n"):
                 with strangers(found.port, 40, says):
                     assert await found.ask("fast") == "fast"

@@ -6,7 +6,7 @@ from http.client import RemoteDisconnected
 
 import pytest
 from aiohttp import web
-from authority import Authority
+from authority import Authority, mixed
 
 from fabric.client.control import lighthouse_link
 from fabric.client.control.lighthouse_link import LighthouseLink
@@ -25,13 +25,13 @@ def authority(tmp_path_factory) -> Authority:
 
 @pytest.fixture(scope="module")
 def mine(authority) -> Tls:
-    return Tls(*authority.issue("mine"), authority.ca)
+    return authority.tls("mine")
 
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory) -> Tls:
     other = Authority(tmp_path_factory.mktemp("tls") / "other")
-    return Tls(*other.issue("stranger"), other.ca)
+    return other.tls("stranger")
 
 
 class TlsService:
@@ -62,19 +62,18 @@ def heard_by_a_command(service: Tls, scheme: str, tls: Tls) -> str:
     return asyncio.run(ask())
 
 
-def heard_by_a_trainer(service: Tls, scheme: str, tls: Tls, contact_s: float) -> str:
+def heard_by_a_trainer(service: Tls, scheme: str, tls: Tls, autonomy_s: float) -> str:
     async def ask() -> str:
         async with TlsService(service) as there:
-            return await refusal([f"{scheme}://{there.address}"], tls, contact_s)
+            return await refusal([f"{scheme}://{there.address}"], tls, autonomy_s)
 
     return asyncio.run(ask())
 
 
-async def refusal(urls: list[str], tls: Tls, contact_s: float) -> str:
+async def refusal(urls: list[str], tls: Tls, autonomy_s: float) -> str:
     refused: list[str] = []
-    files = {f"tls_{name}": path for name, path in tls.files.items()}
     link = LighthouseLink(
-        Settings(job="j", replica="r0", lighthouse=tuple(urls), contact_s=contact_s, **files)
+        Settings(job="j", replica="r0", lighthouse=tuple(urls), autonomy_s=autonomy_s, tls=tls)
     )
     async with asyncio.timeout(60):
         await link.run(lambda _: None, refused.append)
@@ -83,21 +82,24 @@ async def refusal(urls: list[str], tls: Tls, contact_s: float) -> str:
 
 def test_a_command_names_the_setting_that_it_lacks(mine, stranger):
     bare = heard_by_a_command(mine, "https", NONE)
-    assert "not believed (self-signed certificate in certificate chain): give FABRIC_TLS_CERT" in bare
+    assert "not believed (self-signed certificate in certificate chain): give FABRIC_TLS" in bare
     assert "check the address" not in bare
-    other = heard_by_a_command(mine, "https", Tls(mine.cert, mine.key, stranger.ca))
-    assert "FABRIC_TLS_CA must be the authority that issued it" in other and "check the address" not in other
+    other = heard_by_a_command(mine, "https", mixed(mine, stranger))
+    assert (
+        "ca.crt in FABRIC_TLS must be the authority that issued it" in other
+        and "check the address" not in other
+    )
     plain = heard_by_a_command(mine, "http", NONE)
-    assert "if it speaks TLS, write https:// and give FABRIC_TLS_CERT" in plain
+    assert "if it speaks TLS, write https:// and give FABRIC_TLS" in plain
     reverse = heard_by_a_command(NONE, "https", mine)
     assert "it does not speak TLS: write http://" in reverse and "check the address" not in reverse
-    forged = heard_by_a_command(mine, "https", Tls(stranger.cert, stranger.key, mine.ca))
-    assert "FABRIC_TLS_CERT is of its authority" in forged
+    forged = heard_by_a_command(mine, "https", mixed(stranger, mine))
+    assert "tls.crt in FABRIC_TLS is of its authority" in forged
 
 
 def test_a_trainer_with_a_bad_certificate_ends_and_does_not_wait(mine):
     told = heard_by_a_trainer(mine, "https", NONE, 1e6)
-    assert told.startswith("no lighthouse can be spoken to: https://") and "give FABRIC_TLS_CERT" in told
+    assert told.startswith("no lighthouse can be spoken to: https://") and "give FABRIC_TLS" in told
     assert "write http://" in heard_by_a_trainer(NONE, "https", mine, 1e6)
 
 
@@ -134,13 +136,13 @@ async def shown_by(service: TlsService, client: ssl.SSLContext) -> str:
 
 def replace(authority: Authority, tls: Tls, days: int = 2) -> None:
     """Put new files in the place of those of ``tls``, the certificate first, as a renewal does."""
-    for new, old in zip(authority.issue("renewed", days=days), (tls.cert, tls.key), strict=True):
+    for new, old in zip(authority.issue("renewed", days=days), tls.files[:2], strict=True):
         new.replace(old)
 
 
 def test_renewed_files_are_read_by_services_and_clients(authority):
-    renewed = Tls(*authority.issue("in-place"), authority.ca)
-    other = Tls(*authority.issue("other"), authority.ca)
+    renewed = authority.tls("in-place")
+    other = authority.tls("other")
 
     async def look() -> None:
         mine, others = renewed.client_context(), other.client_context()
@@ -153,17 +155,19 @@ def test_renewed_files_are_read_by_services_and_clients(authority):
             replace(authority, renewed)
             assert await shown_by(here, others) != first
             await shown_by(there, mine)
-            renewed.key.write_text("not a key")
+            renewed.files[1].write_text("not a key")
             assert await shown_by(here, others) == await shown_by(here, mine), "the last good ones stay"
-            renewed.cert.unlink()
+            renewed.files[0].unlink()
             await shown_by(here, mine)
 
     asyncio.run(look())
 
 
 def test_an_expired_certificate_is_waited_for(authority, mine):
-    old = Tls(*authority.issue("old", days=0), authority.ca)
-    assert "expired: renew its FABRIC_TLS_CERT; each process reads" in heard_by_a_command(old, "https", mine)
+    old = authority.tls("old", days=0)
+    assert "expired: renew tls.crt in its FABRIC_TLS; each process reads" in heard_by_a_command(
+        old, "https", mine
+    )
     waited = heard_by_a_trainer(old, "https", mine, 0.0)
     assert waited.startswith("no lighthouse was found within 0 s") and "has expired" in waited
     assert "is of its authority, and has not expired" in heard_by_a_command(mine, "https", old)
@@ -178,4 +182,4 @@ def test_other_errors_are_not_called_tls_mistakes():
         "it may just have ended"
     )
     alert = ssl.SSLError(1, "[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca (_ssl.c:1)")
-    assert "FABRIC_TLS_CERT" in permanent_cause(alert, NONE)
+    assert "FABRIC_TLS" in permanent_cause(alert, NONE)

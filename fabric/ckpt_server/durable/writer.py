@@ -66,7 +66,7 @@ def write(
     folder = job.at(attempt.folder)
     if order.required and not any(Attempt.parse(name) for name in job.names()):
         raise StorageGone(
-            f"{job.url} holds no checkpoint any more, and FABRIC_DURABLE_REQUIRED says that it must: nothing"
+            f"{job.url} holds no checkpoint any more, and FABRIC_DURABLE_EVERY says `required`: nothing"
             " was written; mount it again, or move the checkpoints back"
         )
     if order.made and not job.is_there():

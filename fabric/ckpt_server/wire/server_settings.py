@@ -22,9 +22,7 @@ class ServerSettings:
     port: str = "0"
     advertise: str = ""
     token_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_ca: Path | None = None
+    tls_folder: Path | None = None
     lighthouse: tuple[str, ...] = ()
     orphan_s: float = 600.0
     rank: int = 0
@@ -33,7 +31,7 @@ class ServerSettings:
     @property
     def tls(self) -> Tls:
         """The TLS of the server, and of its connection to the lighthouse."""
-        return Tls(self.tls_cert, self.tls_key, self.tls_ca)
+        return Tls(self.tls_folder)
 
     def arguments(self) -> list[str]:
         """The command line after the name of the module."""
@@ -80,9 +78,7 @@ OPTIONS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "port": (str, "port, range such as 8000-8010, or 0 for any"),
     "advertise": (str, "host name that others reach this one by; empty for the bound address"),
     "token_file": (_path, "file with the job's token"),
-    "tls_cert": (_path, "certificate of this process; all three TLS files, or none"),
-    "tls_key": (_path, "key of that certificate"),
-    "tls_ca": (_path, "authority that issues the job's certificates"),
+    "tls_folder": (_path, "folder with tls.crt, tls.key and ca.crt; none without TLS"),
     "lighthouse": (_addresses, "base URLs, separated by commas; empty to report to none"),
     "orphan_s": (float, "seconds to live without a trainer"),
     "rank": (int, "rank of the trainer within its replica; later ones may have other ranks"),

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +27,7 @@ from rich.text import Text
 from fabric.audit.audit import Evidence, absent
 from fabric.audit.journal import JournalLine, ReplicaJournal, lines_of, read_run
 from fabric.audit.summary import Verdict, judge, mean_loss, step_gaps, verify, write_summary
+from fabric.cli.lighthouse_options import out_option, replicas_option
 from fabric.cli.terminal_text import plain_console, print_table
 from fabric.drill.report.charts import ChartMark, ChartPoint, ChartSpan, bars, colour, curves, rosters
 from fabric.drill.report.documents import (
@@ -42,6 +43,7 @@ from fabric.errors import ConfigError, FabricError
 from fabric.model import printable
 from fabric.runtime.local_job import MAX_REPLICAS, POLL_S, LocalJob, claimed, interrupt_at_sigterm
 from fabric.runtime.process_environment import own_program
+from fabric.runtime.rank_layout import is_count
 
 # ``report.html`` and ``events.jsonl``: a run for people to look at.
 #
@@ -77,10 +79,20 @@ def render(verdict: Verdict) -> str:
     return template.substitute(
         title=f"{len(replicas)} replicas, {summary.steps} steps, failures: {len(summary.failure_list)}",
         subtitle=f"A training run of {seconds:.1f} s, as the journals of its replicas tell it.",
-        verdict=_verdict(verdict),
+        verdict=f"{len(verdict.broken)} promises of the protocol were broken."
+        if verdict.broken
+        else "Every step was committed once, with every sample counted once, and all replicas hold the same "
+        "bits.",
         verdict_class="bad" if verdict.broken else "good",
         broken=html_list(verdict.broken[:50]),
-        facts=_facts(verdict),
+        facts=html_facts(
+            (str(summary.steps_lost), "steps lost"),
+            (str(summary.samples_skipped), "samples skipped"),
+            (str(summary.samples_repeated), "samples repeated"),
+            (f"{summary.median_step_s:.3f} s", "median step"),
+            (f"{summary.max_survivor_stall_s:.3f} s", "longest stall"),
+            (f"{summary.final_loss:.4f}", "final loss"),
+        ),
         legend="".join(
             f'<button data-replica="{escape(name)}" aria-pressed="true">'
             f'<i style="background:{colour(index)}"></i>{escape(name)}</button>'
@@ -94,39 +106,16 @@ def render(verdict: Verdict) -> str:
     )
 
 
-def _verdict(verdict: Verdict) -> str:
-    if verdict.broken:
-        return f"{len(verdict.broken)} promises of the protocol were broken."
-    return (
-        "Every step was committed once, with every sample counted once, and all replicas hold the same bits."
-    )
-
-
-def _facts(verdict: Verdict) -> str:
-    summary = verdict.summary
-    return html_facts(
-        (str(summary.steps_lost), "steps lost"),
-        (str(summary.samples_skipped), "samples skipped"),
-        (str(summary.samples_repeated), "samples repeated"),
-        (f"{summary.median_step_s:.3f} s", "median step"),
-        (f"{summary.max_survivor_stall_s:.3f} s", "longest stall"),
-        (f"{summary.final_loss:.4f}", "final loss"),
-    )
-
-
 def _losses(evidence: Evidence, zero: float) -> dict[str, list[list[ChartPoint]]]:
+    def point(line: JournalLine) -> ChartPoint:
+        replay, loss = line.flag("replay"), mean_loss(line.fields)
+        tip = f"{line.replica}, step {line.integer('step')}: {loss:.4f}{' (replayed)' if replay else ''}"
+        return ChartPoint(line.t - zero, loss, tip, hollow=replay)
+
     return {
-        replica: [
-            [_loss(line, zero) for line in lines_of(lines, "commit")] for lines in journal.incarnations()
-        ]
+        replica: [list(map(point, lines_of(lines, "commit"))) for lines in journal.incarnations()]
         for replica, journal in sorted(evidence.run.journals.items())
     }
-
-
-def _loss(line: JournalLine, zero: float) -> ChartPoint:
-    replay, loss = line.flag("replay"), mean_loss(line)
-    tip = f"{line.replica}, step {line.integer('step')}: {loss:.4f}{' (replayed)' if replay else ''}"
-    return ChartPoint(line.t - zero, loss, tip, hollow=replay)
 
 
 def _step_times(evidence: Evidence, zero: float) -> dict[str, list[ChartPoint]]:
@@ -219,19 +208,18 @@ def _plain(views: Sequence[WatchedReplica]) -> str:
 
 
 JOB = "demo"
+TRAINER = "fabric.cli.demo.trainer"
 TIME_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The arguments of ``fabric demo``. ``kill_at`` None: no replica is killed. ``drop`` makes it the control
-    run: a survivor leaves a micro-batch of the dead replica out of its gradient."""
+    """The arguments of ``fabric demo``. ``kill_at`` None: no replica is killed."""
 
     out: Path
     replicas: int
     steps: int
     kill_at: int | None
-    drop: bool = False
     limit_s: float = TIME_LIMIT_S  # the demo has failed if it is not over by then
 
     @property
@@ -322,9 +310,7 @@ class _Supervisor:
     def _start_replica(self, name: str) -> None:
         options = self._options
         # Do not use `fabric run`: on a crowded host a low-priority start may take as long as the whole demo.
-        program = own_program("fabric.cli.demo.trainer", "--steps", str(options.steps))
-        if options.drop and name == options.names[0]:
-            program = (*program, "--drop-inherited")
+        program = own_program(TRAINER, "--steps", str(options.steps))
         # The audit needs the digest of the state after every step.
         settings = {"FABRIC_DIGEST_EVERY": "1", "OMP_NUM_THREADS": "1"}
         self._job.start_replica(name, ["--no-python", *program], settings)
@@ -370,35 +356,34 @@ FILES = ("supervisor.jsonl", "summary.json", "report.html", "events.jsonl")
 
 
 @click.group(invoke_without_command=True)
-@click.option("--out", default="demo-out", type=click.Path(path_type=Path), help="Folder of the run.")
-@click.option("--replicas", default=3, show_default=True, help="How many replicas train.")
+@out_option(default="demo-out")
+@replicas_option(default=3)
 @click.option("--steps", default=DEFAULT_STEPS, show_default=True, help="Steps to train.")
-@click.option("--kill-at", type=int, help="Kill a replica at this step; default a third of the run.")
-@click.option("--no-failure", is_flag=True, help="Kill no replica: the same job undisturbed.")
+@click.option("--kill-at", help="Kill a replica at this step, or never; default a third of the run.")
 @click.option("--limit-s", default=TIME_LIMIT_S, show_default=True, help="Most seconds for the run.")
-@click.option("--drop-micro-batch", is_flag=True, hidden=True)
 @click.pass_context
 def demo(
     context: click.Context,
     out: Path,
     replicas: int,
     steps: int,
-    kill_at: int | None,
-    no_failure: bool,
+    kill_at: str | None,
     limit_s: float,
-    drop_micro_batch: bool,
 ) -> None:
     """Train a language model with replicas, kill one with SIGKILL, and prove that nothing was lost."""
     if context.invoked_subcommand is not None:
         return
     console = plain_console()
     try:
-        kill = _kill_step(replicas, steps, kill_at, no_failure=no_failure)
-        if replicas == 1 and kill is None and not no_failure:
+        kill = _kill_step(replicas, steps, kill_at)
+        if replicas == 1 and kill_at is None:
             console.print(
                 "A single replica has no peer to catch up from: it is not killed unless --kill-at says so."
             )
-        _run(DemoOptions(out, replicas, steps, kill, drop_micro_batch, limit_s), console)
+        interrupt_at_sigterm()
+        with claimed(out, "demo", FILES) as directory:
+            code = supervise(DemoOptions(directory, replicas, steps, kill, limit_s), console)
+        raise SystemExit(code)
     except ConfigError as error:
         _fail(error, 2)
     except FabricError as error:
@@ -426,28 +411,21 @@ def verify_command(directory: Path) -> None:
     )
 
 
-def _run(options: DemoOptions, console: Console) -> NoReturn:
-    interrupt_at_sigterm()
-    with claimed(options.out, "demo", FILES) as directory:
-        code = supervise(replace(options, out=directory), console)
-    raise SystemExit(code)
-
-
-def _kill_step(replicas: int, steps: int, kill_at: int | None, *, no_failure: bool) -> int | None:
+def _kill_step(replicas: int, steps: int, kill_at: str | None) -> int | None:
     """Return the step at which to kill, None for no kill. Raises ConfigError for impossible arguments."""
     if not 1 <= replicas <= MAX_REPLICAS:
         raise ConfigError(f"--replicas must be between 1 and {MAX_REPLICAS}, not {replicas}.")
     if not 1 <= steps <= MAX_STEPS:
         raise ConfigError(f"--steps must be between 1 and {MAX_STEPS}, not {steps}.")
-    if no_failure:
-        if kill_at is not None:
-            raise ConfigError("--no-failure and --kill-at contradict each other; give one of them.")
-        return None
-    if kill_at is not None and not 1 <= kill_at < steps:
-        raise ConfigError(f"--kill-at must be between 1 and {steps - 1} for {steps} steps, not {kill_at}.")
     if kill_at is None:
         return None if replicas == 1 or steps == 1 else max(1, steps // 3)
-    return kill_at
+    if kill_at == "never":
+        return None
+    if not (is_count(kill_at) and int(kill_at) < steps):
+        raise ConfigError(
+            f"--kill-at must be between 1 and {steps - 1} for {steps} steps, or never, not {kill_at[:40]}."
+        )
+    return int(kill_at)
 
 
 def _fail(why: object, code: int) -> NoReturn:

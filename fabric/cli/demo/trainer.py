@@ -3,9 +3,7 @@
 The corpus is on every machine: the sources of Python's own standard library, as bytes. Every replica reads
 the same files in the same order up to the same size, so sample i is the same everywhere.
 
-No code in the loop handles failures. With ``FABRIC_DISABLE=1`` the same file runs alone. The option
-``--drop-inherited`` is for the control run of the demo's own test: it leaves one micro-batch of a dead
-replica out of the gradient, and the loss curve must show that.
+No code in the loop handles failures. With ``FABRIC_DISABLE=1`` the same file runs alone.
 """
 
 import argparse
@@ -130,25 +128,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.cross_entropy(logits.view(-1, BYTES), targets.reshape(-1))
 
 
-class ControlRun:
-    """Drops the gradient of the first micro-batch after a failure, once, if armed.
-
-    A failure has happened when the epoch is not the first that this process saw.
-    """
-
-    def __init__(self, *, armed: bool) -> None:
-        self.armed = armed
-        self._first_epoch = 0
-
-    def scaled(self, loss: Tensor, epoch: int) -> Tensor:
-        self._first_epoch = self._first_epoch or epoch
-        if not self.armed or epoch == self._first_epoch:
-            return loss
-        self.armed = False
-        return loss * 0.0
-
-
-def train(steps: int, control: ControlRun) -> None:
+def train(steps: int) -> None:
     """Train to committed step ``steps``; returns when the job is complete."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -167,7 +147,7 @@ def train(steps: int, control: ControlRun) -> None:
     for step in session.steps(data, until=steps):
         for batch in step:
             loss = loss_of(model, batch)
-            step.backward(control.scaled(loss, session.epoch))
+            step.backward(loss)
             tokens = batch[1].numel()
             session.metrics(loss=loss.item() * tokens, tokens=tokens)
         clip_grad_norm_(model.parameters(), 1.0)
@@ -180,9 +160,7 @@ def train(steps: int, control: ControlRun) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=120, help="train to this committed step")
-    parser.add_argument("--drop-inherited", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    train(arguments.steps, ControlRun(armed=arguments.drop_inherited))
+    train(parser.parse_args().steps)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from fabric.runtime.process_environment import own_program, process_environment
 from fabric.runtime.rank_layout import MAX_RANKS, RankLayout, is_count, parse_layout
 
 # Options that set a variable of the trainer's environment.
-_VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
+_VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file")
 
 
 @click.command(name="launch", context_settings={"allow_interspersed_args": False})
@@ -26,7 +26,7 @@ _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
     "--ranks",
     "--nproc-per-node",
     default="",
-    help="Number of ranks: 4, or 1:4 for as many as this host has devices; FABRIC_RANKS, else 1.",
+    help="Number of ranks: 4, or 1:4 for as many as this host has devices; else as the layout says, or 1.",
 )
 @click.option(
     "--layout",
@@ -36,10 +36,11 @@ _VARIABLES = ("job", "replica", "replicas", "lighthouse", "token_file", "ranks")
 )
 @click.option("--nodes", type=click.IntRange(1, MAX_NODES), default=1, help="Hosts of this replica: 1.")
 @click.option(
-    "--node", type=click.IntRange(0, MAX_NODES - 1), help="This host's number; SLURM_NODEID, a pod's index."
+    "--node",
+    default="",
+    help="This host's number (SLURM_NODEID, a pod's index), or spare: it takes a lost node's place.",
 )
-@click.option("--spare-node", is_flag=True, help="This host takes the place of any node that is lost.")
-@click.option("--job", default="", help="Name of the job; FABRIC_JOB.")
+@click.option("--job", default="", help="Which job; FABRIC_JOB.")
 @click.option("--replica", default="", help="Name of this replica; FABRIC_REPLICA.")
 @click.option("--replicas", default="", help="How many the job starts with; FABRIC_REPLICAS.")
 @click.option("--lighthouse", default="", help="URLs, separated by commas; FABRIC_LIGHTHOUSE.")
@@ -69,22 +70,31 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
     given = {f"FABRIC_{name.upper()}": options[name] for name in _VARIABLES if options[name]}
     environment = {**process_environment(), **given}
     nodes = options["nodes"]
-    node = _node_number(environment, options) if nodes > 1 or options["spare_node"] else 0
+    node = _node_number(environment, options) if nodes > 1 or options["node"] == "spare" else 0
     seen = environment if node != SPARE else {"FABRIC_REPLICA": "spare-node", **environment}
     try:
         chosen = _checked_settings(seen, check=not options["no_check"])
     except ConfigError as error:
-        raise ConfigError(_in_options(str(error), options)) from None
+        # Name options in the place of variables that the user has not set.
+        sentence = str(error)
+        for name in (x for x in _VARIABLES if options[x] or not given_text(x)):
+            sentence = re.sub(rf"\bFABRIC_{name.upper()}\b", f"--{name.replace('_', '-')}", sentence)
+        raise ConfigError(sentence) from None
     if nodes > 1 and chosen.disable:
         raise ConfigError("--nodes needs a lighthouse, where the hosts meet: unset FABRIC_DISABLE")
     logs.set_up("launcher", chosen.log)
     logs.describe(job=chosen.job, replica=chosen.replica)
     layouts, log_dir = options["layouts"] or environment.get("FABRIC_LAYOUT", "").split(), options["log_dir"]
     if log_dir is not None:
-        _make_folder(log_dir)
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--log-dir {log_dir} cannot be made ({error.strerror}): name another folder"
+            ) from error
     plan = LaunchPlan(
         command=command,
-        candidates=candidates(tuple(map(parse_layout, layouts)), _all_ranks(chosen.ranks, nodes)),
+        candidates=candidates(tuple(map(parse_layout, layouts)), _all_ranks(options["ranks"], nodes)),
         nodes=nodes,
         node=node,
         environment=environment,
@@ -101,19 +111,18 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
 def _node_number(environment: dict[str, str], options: dict[str, Any]) -> int:
     """Return this host's number in its replica, SPARE for a spare host. Raises ConfigError."""
     nodes, given = options["nodes"], options["node"]
-    if options["spare_node"] and nodes == 1:
-        raise ConfigError("--spare-node is for replicas of several hosts: give their --nodes too")
-    if options["spare_node"] and given is not None:
-        raise ConfigError("--node and --spare-node contradict each other: leave one of them away")
-    if options["spare_node"]:
+    if given == "spare" and nodes == 1:
+        raise ConfigError("--node spare is for replicas of several hosts: give their --nodes too")
+    if given == "spare":
         return SPARE
-    texts = [environment.get(name, "") for name in ("SLURM_NODEID", "JOB_COMPLETION_INDEX")]
-    number = given if given is not None else next((int(text) for text in texts if text.isdecimal()), None)
+    texts = [given] if given else [environment.get(x, "") for x in ("SLURM_NODEID", "JOB_COMPLETION_INDEX")]
+    number = next((int(x) for x in texts if x.isascii() and x.isdecimal() and len(x) < 7), None)
     if number is None:
-        raise ConfigError(f"--nodes {nodes} needs this host's number: give --node 0 to {nodes - 1}")
+        wrong = f'--node is "{given[:80]}"' if given else f"--nodes {nodes} needs this host's number"
+        raise ConfigError(f"{wrong}: give --node 0 to {nodes - 1}, or --node spare")
     if number >= nodes:
         raise ConfigError(f"--node {number} is not below --nodes {nodes}: give 0 to {nodes - 1}")
-    return int(number)
+    return number
 
 
 def _all_ranks(ranks: str, nodes: int) -> str:
@@ -171,14 +180,6 @@ def _checked_settings(environment: dict[str, str], *, check: bool) -> Settings:
     return chosen
 
 
-def _in_options(sentence: str, options: dict[str, Any]) -> str:
-    """Return the sentence with options in the place of variables that the user has not set."""
-    unset = (name for name in _VARIABLES if options[name] or not given_text(name))
-    for name in unset:
-        sentence = re.sub(rf"\bFABRIC_{name.upper()}\b", f"--{name.replace('_', '-')}", sentence)
-    return sentence
-
-
 def _command(script: str, arguments: tuple[str, ...], *, module: bool, no_python: bool) -> tuple[str, ...]:
     """Return the command line of every rank. Raises ConfigError where the script does not exist."""
     check_script(script, module=module, no_python=no_python)
@@ -199,12 +200,3 @@ def check_script(script: str, *, module: bool, no_python: bool) -> None:
         raise ConfigError(
             f"there is no script {script} in {Path.cwd()}: correct its path, or say -m for a module"
         )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--log-dir {folder} cannot be made ({error.strerror}): name another folder"
-        ) from error

@@ -7,14 +7,17 @@ import math
 import os
 import selectors
 import signal
+import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 
-from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, Place, RankProcess
+from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, Place, RankOutput, RankProcess
 from fabric.cli.launch.devices import visible_devices
 from fabric.cli.launch.lighthouse_words import (
     LAST_REPORT_S,
@@ -24,11 +27,8 @@ from fabric.cli.launch.lighthouse_words import (
     WordsThread,
 )
 from fabric.cli.launch.other_hosts import OtherHosts
-from fabric.cli.launch.rank_output import RankOutput
-from fabric.cli.launch.rendezvous import RendezvousPort
 from fabric.cli.launch.restart_policy import AttemptEnd, DeviceHistory, NextMove, RestartPolicy, choose_layout
-from fabric.cli.launch.signals import ENDING, SignalInbox
-from fabric.errors import ConfigError
+from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
 from fabric.protocol.nodes import NodeOrder
 from fabric.runtime.guarded_processes import MarkedProcesses
@@ -43,6 +43,103 @@ GRACE_S = 10.0
 _TERM_S = 5.0
 STOPPED_S = 3.0  # for this host's ranks to end on their own after a failure on another host
 UNTOLD_S = 60.0  # that a host whose ranks have finished waits to hear of the others
+# These signals end the launcher and its ranks; the launcher passes all other signals to the ranks.
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_TRIES = 64  # ports that the kernel may offer before there is a fresh one
+
+
+class SignalInbox:
+    """Collects ENDING and PASSED_ON while it is open; ``descriptor`` is readable when a signal has come.
+
+    A signal that this process was started to ignore, as nohup does, stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor, self._writer = os.pipe()
+        for end in (self.descriptor, self._writer):
+            os.set_blocking(end, False)
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "SignalInbox":
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in (*ENDING, *PASSED_ON):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, lambda *_: None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        os.close(self.descriptor)
+        os.close(self._writer)
+
+    def read(self) -> list[int]:
+        """Return the signals that have come since the last call; never waits."""
+        with contextlib.suppress(BlockingIOError):
+            return [number for number in os.read(self.descriptor, 4096) if number in self._before]
+        return []
+
+
+class RendezvousPort:
+    """The port of each attempt's rendezvous, which no other attempt uses.
+
+    During the attempt the launcher keeps the port bound without listening on it. So the kernel does not give
+    the port to a process that asks for any free port. Rank 0 may listen there: both sockets allow reuse.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address  # to bind; empty: all addresses of this host
+        self._held: socket.socket | None = None
+        self._used: deque[int] = deque(maxlen=4096)
+
+    def renew(self) -> int:
+        """Reserve a port that no attempt of this launcher has had, and release the last attempt's port."""
+        rejected: list[socket.socket] = []
+        try:
+            for _ in range(_TRIES):
+                reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                reserved.bind((self._address, 0))
+                port = int(reserved.getsockname()[1])
+                if port in self._used:
+                    rejected.append(reserved)  # stays bound, so that the kernel offers another port next
+                    continue
+                # Set after the bind: with reuse, the kernel might offer a port that another launcher holds.
+                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self.close()
+                self._held = reserved if _can_be_listened_on(port) else None
+                if self._held is None:
+                    reserved.close()  # without such reuse the kernel rarely gives this port away
+                self._used.append(port)
+                return port
+        except OSError as error:
+            raise FabricError(f"no port of this host can be reserved for the ranks ({error})") from error
+        finally:
+            for reserved in rejected:
+                reserved.close()
+        raise FabricError(
+            "no fresh port of this host was found for the ranks: wait, and start the replica again"
+        )
+
+    def close(self) -> None:
+        """Release the port."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+def _can_be_listened_on(port: int) -> bool:
+    """Whether another socket may listen on a port that is bound here, as rank 0 will."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            probe.listen(1)
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +234,10 @@ class Launcher:
             end = self._attempt(layout, devices, place)
             if self._ended_by and set(end.codes.values()) != {FINISHED}:
                 return self._stop()
-            self._note_devices(end, devices, place.own_ranks(layout).start)
+            for rank in end.lost_device:
+                device = devices[rank - place.own_ranks(layout).start]
+                if self._history.note(device, time.monotonic()):
+                    log.error("device %s has failed repeatedly (rank %d): it is used no more", device, rank)
             end = self._end_everywhere(end)
             order = self._layouts.take() if end.codes.get(0) == RESTART else None
             move = self._policy.judge(end) if order is None else self._follow(order, devices)
@@ -152,7 +252,9 @@ class Launcher:
             own = range(layout.ranks) if self._hosts is None else self._hosts.own_ranks
             if order is None and min(end.first or end.codes, default=0) in own:
                 self._report(move.why, gave_up=False)
-            self._pause(move.pause_s)
+            until = time.monotonic() + move.pause_s
+            while not self._ended_by and (left_s := until - time.monotonic()) > 0:
+                self._look(left_s)
             if self._ended_by:
                 return self._stop()
 
@@ -319,13 +421,6 @@ class Launcher:
 
     # --- after an attempt ---------------------------------------------------------------------------------
 
-    def _note_devices(self, end: AttemptEnd, devices: Sequence[str], lowest: int) -> None:
-        """Note failed devices of this host, whose ranks begin with ``lowest``."""
-        for rank in end.lost_device:
-            device = devices[rank - lowest]
-            if self._history.note(device, time.monotonic()):
-                log.error("device %s has failed repeatedly (rank %d): it is used no more", device, rank)
-
     def _end_everywhere(self, end: AttemptEnd) -> AttemptEnd:
         """Tell the replica's other hosts how this one's ranks ended; return the end of all.
 
@@ -387,12 +482,6 @@ class Launcher:
             arrived = self._reporter.tell(report)
             if gave_up:
                 self._wait_for(arrived, LAST_REPORT_S)
-
-    def _pause(self, pause_s: float) -> None:
-        """Wait, unless a signal ends the launcher."""
-        until = time.monotonic() + pause_s
-        while not self._ended_by and (left_s := until - time.monotonic()) > 0:
-            self._look(left_s)
 
 
 def launch(plan: LaunchPlan) -> int:

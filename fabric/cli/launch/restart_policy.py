@@ -3,6 +3,7 @@
 All functions here take plain values; ``fabric.cli.launch.launcher`` has the clock and the processes.
 """
 
+import contextlib
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,29 +59,26 @@ class RestartPolicy:
         if refusing:
             return NextMove(refused=True, why=f"rank {refusing[0]} cannot build this layout")
         final = [rank for rank, code in sorted(end.codes.items()) if code in FINAL_CODES]
-        if final and not self._has_cause(end):
+        # A rank's death makes others end with 1, where they lose a peer before ``attach``.
+        has_cause = end.lost or any(
+            end.codes[rank] < 0 or end.codes[rank] == DEVICE_FAILED for rank in end.first
+        )
+        if final and not has_cause:
             why = f"rank {final[0]} {describe(end.codes[final[0]])}, and a restart does not help"
             return NextMove(code=end.codes[final[0]], why=f"{why}: see its last sentence")
-        why = self._why(end)
+        failed = [rank for rank, code in sorted(end.codes.items()) if code != FINISHED]
+        ranks = list(end.first) or failed
+        why = ", ".join([*end.lost[:8], *(f"rank {x} {describe(end.codes[x])}" for x in ranks[:8])])
         if self.most is not None and self.restarts >= self.most:
             why = f"{why}, and the {self.most} restarts of --restarts are used up"
-            return NextMove(code=_code_of(end), why=why)
+            code = end.codes[ranks[0]] if ranks else RESTART
+            return NextMove(code=END_BY_SIGNAL - code if code < 0 else code, why=why)
         self.restarts += 1
         self._quick = 0 if end.ran_s >= HEALTHY_S else self._quick + 1
         pause_s = (
             min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._quick - 1, 16)) if self._quick else 0.0
         )
         return NextMove(pause_s=pause_s, why=why)
-
-    def _has_cause(self, end: AttemptEnd) -> bool:
-        """Whether a rank's death made others end with 1: ranks that lose a peer before ``attach`` do so."""
-        return bool(end.lost) or any(
-            end.codes[rank] < 0 or end.codes[rank] == DEVICE_FAILED for rank in end.first
-        )
-
-    def _why(self, end: AttemptEnd) -> str:
-        ranks = end.first or tuple(rank for rank, code in sorted(end.codes.items()) if code != FINISHED)
-        return ", ".join([*end.lost[:8], *(f"rank {rank} {describe(end.codes[rank])}" for rank in ranks[:8])])
 
 
 @dataclass
@@ -107,32 +105,17 @@ def choose_layout(
     candidates: Sequence[RankLayout], devices: int, refused: Sequence[RankLayout]
 ) -> RankLayout | None:
     """Return the first candidate that fits the number of ``devices`` and that the script has not refused."""
-    for layout in candidates:
-        if layout not in refused and layout.ranks <= devices:
-            return layout
-    return None
+    return next((x for x in candidates if x not in refused and x.ranks <= devices), None)
 
 
 def describe(code: int) -> str:
     """Return an exit code in words that follow "rank 3"."""
     if code < 0:
-        return f"was killed by {_signal_name(-code)}"
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
     if code == DEVICE_FAILED:
         return f"ended with {code}: its device has failed"
     if code == RESTART:
         return f"ended with {code}: it asks for a restart"
     return f"ended with {code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _code_of(end: AttemptEnd) -> int:
-    """Return the launcher's exit code for an attempt that failed: that of the first rank to fail."""
-    failed = [*end.first, *sorted(rank for rank, code in end.codes.items() if code != FINISHED)]
-    code = end.codes[failed[0]] if failed else RESTART
-    return END_BY_SIGNAL - code if code < 0 else code

@@ -70,7 +70,7 @@ class LocalState:
         self._progress = progress
         self._on_device = not isinstance(parts.exchange.backend, HostBackend)
         self._content = parts.snapshots.content  # digests that do not depend on the layout of ranks
-        self._digests = parts.settings.reproducible and parts.settings.digest_every > 0
+        self._digests = parts.settings.digest_steps > 0
         self._digest_begun = False  # a digest was begun in the background and not taken yet
 
     # --- digests ----------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     """Listen for peers and take part in the job. Raises FabricError where the start fails."""
     settings, process = parts.settings, parts.process
     config = _config(parts, setup)
-    port = engine.listen(settings.bind, settings.ports)
+    port = engine.listen(settings.host, settings.ports)
     ckpt = parts.handle.url + (f"#{process.rank}" if process.rank else "")
     address = RankAddress(",".join(map(url_host, advertised_hosts(settings))) + f":{port}", ckpt)
     gradients, cuts = parts.gradients, _cuts(parts)
@@ -157,7 +157,7 @@ def _config(parts: EngineParts, setup: TrainingSetup) -> MemberConfig:
     return MemberConfig(
         min_replicas=settings.min_replicas,
         autonomy_s=settings.autonomy_s,
-        digest_every=settings.digest_every if settings.reproducible else 0,
+        digest_every=settings.digest_steps,
         replay=settings.reproducible,
         replay_steps=_replay_steps(parts, setup),
         exchange_s=settings.exchange_s,
@@ -209,7 +209,7 @@ def _identity(
 
 def _replay_steps(parts: EngineParts, setup: TrainingSetup) -> int:
     """Return ``OpenSession.replay_steps``. Without digests nobody would notice a wrong state in memory."""
-    if not (parts.settings.reproducible and parts.settings.digest_every):
+    if not parts.settings.digest_steps:
         return 0
     most = replay_steps(max(parts.handle.sizes, default=0), parts.gradients.nbytes)
     return min(most, 1) if setup.calls_exchange else most

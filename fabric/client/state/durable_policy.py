@@ -31,7 +31,7 @@ from fabric.client.process.journal import Journal
 from fabric.errors import FabricError, Refused, StateError, Unreachable
 from fabric.model import Record, SnapshotRef, writer_of
 from fabric.runtime import logs
-from fabric.runtime.config import Settings, parse_every
+from fabric.runtime.config import Settings, parse_durable_every
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
 _MOST_LISTED = 16  # the trainer declares this many of the newest checkpoints to the lighthouse
@@ -51,7 +51,7 @@ class DurableCheckpoints:
 
     def __init__(self, settings: Settings, journal: Journal, process: ProcessIdentity) -> None:
         self._settings = settings
-        self._every = parse_every("durable_every", settings.durable_every)
+        self._rule = parse_durable_every(settings.durable_every)
         self._journal = journal
         self._process = process
         self._last_s = time.monotonic()
@@ -72,11 +72,12 @@ class DurableCheckpoints:
         listing = self._listing(self._job())
         if listing is None:
             return None
-        if self._settings.durable_required and not listing.complete:
+        if self._rule.required and not listing.complete:
             more = "".join(f"; {warning}" for warning in listing.warnings)
             raise StateError(
                 f"{folder} holds no complete durable checkpoint of job {self._settings.job}{more}: correct "
-                "FABRIC_DURABLE or FABRIC_JOB, or start without FABRIC_DURABLE_REQUIRED to begin from nothing"
+                "FABRIC_DURABLE or FABRIC_JOB, or leave `required` out of FABRIC_DURABLE_EVERY to begin from "
+                "nothing"
             )
         self._tell_unless_writable()
         for warning in listing.warnings:
@@ -142,10 +143,10 @@ class DurableCheckpoints:
             return False
         if last or self.noticed:  # after a notice the protocol says which replica saves the state
             due = last
-        elif self._every.steps:
-            due = step > 0 and step % self._every.steps == 0
+        elif self._rule.every.steps:
+            due = step > 0 and step % self._rule.every.steps == 0
         else:
-            due = time.monotonic() - self._last_s >= self._every.seconds
+            due = time.monotonic() - self._last_s >= self._rule.every.seconds
         if not due:
             return False
         self._last_s, self._last_step = time.monotonic(), step
@@ -160,8 +161,8 @@ class DurableCheckpoints:
                 generation,
                 url=settings.durable,
                 incarnation=self._process.incarnation,
-                keep=settings.durable_keep,
-                required=settings.durable_required,
+                keep=self._rule.keep,
+                required=self._rule.required,
                 urgent=self.noticed,
             )
         except Refused as error:

@@ -44,7 +44,7 @@ def restore_values(
     URLs with commas between them, one of each rank. One URL of a replica of several ranks, or ``FOLDER#1``,
     gives the part of that rank. ``digest``: refuse a state with another digest. A file has no digest of its
     own: without ``digest`` only its structure is checked. ``token_file``: for URLs; default
-    FABRIC_TOKEN_FILE. TLS follows FABRIC_TLS_CERT, FABRIC_TLS_KEY and FABRIC_TLS_CA. ``timeout_s``: how long
+    FABRIC_TOKEN_FILE. TLS follows FABRIC_TLS. ``timeout_s``: how long
     checkpoint servers may take; without it one that sends at less than 20 kB/s is lost.
 
     Raises a FabricError of one sentence: ConfigError for a source that cannot be read, Unreachable for a

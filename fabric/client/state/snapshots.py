@@ -25,7 +25,7 @@ from fabric.errors import ConfigError, FabricError, ServerLost, StateError
 from fabric.model import SnapshotRef
 from fabric.protocol.messages.member_events import Saved, Snapshotted
 from fabric.protocol.messages.rank_messages import NameSnapshot, SnapshotNamed
-from fabric.runtime.config import Settings, parse_every
+from fabric.runtime.config import Settings, parse_snapshot_every
 from fabric.runtime.failpoints import Failpoints
 
 
@@ -108,10 +108,8 @@ class EverySteps:
 
 def policy_of(settings: Settings) -> SnapshotPolicy:
     """Return the policy that the settings ask for."""
-    every = parse_every("snapshot_every", settings.snapshot_every)
-    if every.steps:
-        return EverySteps(every.steps)
-    return OverheadBudget(settings.snapshot_share, every.seconds)
+    share, every = parse_snapshot_every(settings.snapshot_every)
+    return EverySteps(every.steps) if every.steps else OverheadBudget(share, every.seconds)
 
 
 # How long the trainer waits for a snapshot's slot, which a running server gives within milliseconds.

@@ -65,6 +65,10 @@ class FoundProcess:
         return "fabric.ckpt_server" in self.words
 
     @property
+    def is_helper(self) -> bool:
+        return any(word.startswith(("fabric.ckpt_server", "fabric.drill")) for word in self.words)
+
+    @property
     def is_launcher(self) -> bool:
         return "launch" in self.words and any("fabric" in word for word in self.words[:4])
 
@@ -80,9 +84,7 @@ class DrilledProcesses:
 
     def trainer(self, replica: str) -> ProcessTarget:
         """Return the trainer of ``replica``. Raises Refused with one sentence where there is none."""
-        candidates = [
-            x for x in self._living(replica) if not (x.is_launcher or x.is_server or self._helps(x))
-        ]
+        candidates = [x for x in self._living(replica) if not (x.is_launcher or x.is_helper)]
         pids = {x.pid for x in candidates}
         return self._target([x for x in candidates if x.parent not in pids], replica, "trainer")
 
@@ -111,10 +113,6 @@ class DrilledProcesses:
             f"{replica} has no {what} on this host that was started with {ALLOWED}: "
             "start it so, or drill on its own host"
         )
-
-    @staticmethod
-    def _helps(process: FoundProcess) -> bool:
-        return any(word.startswith(("fabric.ckpt_server", "fabric.drill")) for word in process.words)
 
     def _living(self, replica: str = "") -> list[FoundProcess]:
         processes = [self._read(int(x.name)) for x in Path("/proc").iterdir() if x.name.isdecimal()]

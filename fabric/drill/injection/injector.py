@@ -205,18 +205,14 @@ class Injector:
             "wait_s": 0.0 if is_busy else WAIT_S,
             "drill": self._drill,
             "nonce": os.urandom(16).hex(),
-            "reports": {
-                str(number): reports for number, x in self._faults.items() if (reports := _reports(x))
-            },
+            "reports": {},
         }
+        for number, x in self._faults.items():
+            texts = {"observed": x.observed, "undone": x.undone, "problem": x.problem}
+            if any(texts.values()):
+                body["reports"][str(number)] = {name: text for name, text in texts.items() if text}
         keys = None if self._key is None else self._key.accepted()
         return read_answer(self._client.ask(self._client.path("injector"), body), body["nonce"], keys)
-
-
-def _reports(fault: PlayedFault) -> dict[str, str]:
-    """Return the fault's texts that are there."""
-    texts = {"observed": fault.observed, "undone": fault.undone, "problem": fault.problem}
-    return {name: text for name, text in texts.items() if text}
 
 
 def read_answer(answer: object, nonce: str = "", keys: Sequence[str] | None = None) -> InjectorAnswer:
@@ -226,21 +222,17 @@ def read_answer(answer: object, nonce: str = "", keys: Sequence[str] | None = No
     """
     try:
         if keys is not None:
-            _check_proof(answer, nonce, keys)
+            body = dict(answer) if isinstance(answer, dict) else {}
+            given = body.pop("proofs", [])
+            proofs = [proof for proof in given if isinstance(proof, str)] if isinstance(given, list) else []
+            if not any(is_same(proof, proof_of(key, nonce, body)) for proof in proofs for key in keys):
+                raise ProtocolError(
+                    "an answer at the lighthouse's address does not prove the key of FABRIC_DRILL: print the "
+                    "key again with `fabric drill --print-key`, and look at which process has that port"
+                )
         return msgspec.convert(answer, InjectorAnswer)
     except (msgspec.ValidationError, UnicodeError) as error:
         raise ProtocolError(f"the lighthouse's order cannot be read ({str(error)[:300]})") from error
-
-
-def _check_proof(answer: object, nonce: str, keys: Sequence[str]) -> None:
-    body = dict(answer) if isinstance(answer, dict) else {}
-    given = body.pop("proofs", [])
-    proofs = [proof for proof in given if isinstance(proof, str)] if isinstance(given, list) else []
-    if not any(is_same(proof, proof_of(key, nonce, body)) for proof in proofs for key in keys):
-        raise ProtocolError(
-            "an answer at the lighthouse's address does not prove the key of FABRIC_DRILL: "
-            "print the key again with `fabric drill --print-key`, and look at which process has that port"
-        )
 
 
 def start_injector(chosen: Settings) -> None:
@@ -261,9 +253,7 @@ def start_injector(chosen: Settings) -> None:
         "FABRIC_REPLICA": chosen.replica,
         "FABRIC_LIGHTHOUSE": ",".join(chosen.lighthouse),
         "FABRIC_TOKEN_FILE": str(chosen.token_file or ""),
-        "FABRIC_TLS_CERT": str(chosen.tls_cert or ""),
-        "FABRIC_TLS_KEY": str(chosen.tls_key or ""),
-        "FABRIC_TLS_CA": str(chosen.tls_ca or ""),
+        "FABRIC_TLS": str(chosen.tls.folder or ""),
     }
     subprocess.Popen(
         [sys.executable, "-m", "fabric.drill.injection.injector", json.dumps(trainer.words())],

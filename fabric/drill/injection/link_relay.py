@@ -100,7 +100,7 @@ class LinkRelay:
         with self._guard:
             sockets = [sock for link in self._connections for sock in (link.near, link.far)]
         for sock in (*self._listeners, *sockets):
-            _end(sock)
+            _end(sock, socket.SHUT_RDWR)
         for listener in self._listeners:
             listener.close()
         for thread in self._threads:
@@ -113,7 +113,7 @@ class LinkRelay:
         if link is None:
             return False
         for sock in (link.near, link.far):
-            _end(sock)
+            _end(sock, socket.SHUT_RDWR)
         self.weather.reset += 1
         return True
 
@@ -162,16 +162,19 @@ class LinkRelay:
                 begun += data[:_GREETING_BYTES]
                 if name := _NAME.search(begun):
                     link.dialler = self._weathers.get(name[1].decode(), link.dialler)
-            if not _send(link.far, self._late(data)):
+            if self.weather.delay_s:
+                time.sleep(self.weather.delay_s)
+                self.weather.delayed += 1
+            if not _send(link.far, self.weather.passes(data)):
                 break
-        _end_writing(link.far)
+        _end(link.far, socket.SHUT_WR)
 
     def _forward_out(self, link: _Connection) -> None:
         """Forward from the replica behind this relay to the dialler."""
         for data in self._pieces(link.far, lambda: self.weather.holds_from or link.dialler.holds_to):
             if not _send(link.near, data):
                 break
-        _end_writing(link.near)
+        _end(link.near, socket.SHUT_WR)
 
     def _pieces(self, source: socket.socket, is_held: Callable[[], bool]) -> Iterator[bytes]:
         """Yield the bytes of ``source`` until its end; while ``is_held``, they stay in the kernel."""
@@ -190,12 +193,6 @@ class LinkRelay:
                     return
                 yield data
 
-    def _late(self, data: bytes) -> bytes:
-        if self.weather.delay_s:
-            time.sleep(self.weather.delay_s)
-            self.weather.delayed += 1
-        return self.weather.passes(data)
-
 
 def _send(sock: socket.socket, data: bytes) -> bool:
     try:
@@ -205,11 +202,6 @@ def _send(sock: socket.socket, data: bytes) -> bool:
     return True
 
 
-def _end(sock: socket.socket) -> None:
+def _end(sock: socket.socket, how: int) -> None:
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-def _end_writing(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_WR)
+        sock.shutdown(how)

@@ -33,32 +33,6 @@ _SHARE = 4
 _BALLAST = "import sys; held = b'1' * int(sys.argv[1]); print(len(held), flush=True); sys.stdin.read()"
 
 
-class Ballast:
-    """Takes a quarter of the free memory, 1 GB at most, until it is closed or its maker dies."""
-
-    def __init__(self) -> None:
-        self._bytes = min(_MOST_MEMORY_BYTES, available_bytes() // _SHARE)
-        command = [sys.executable, "-S", "-c", _BALLAST, str(self._bytes)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def evidence(self) -> str:
-        """The kernel's count of the memory once it is all held, or an empty string."""
-        held = bytes_of(Path(f"/proc/{self.pid}/status"), "VmRSS") or 0
-        return f"process {self.pid} holds {held >> 20} MB" if held >= self._bytes else ""
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
 class SentOrder:
     """An order that a trainer has taken. Close it to end the order."""
 
@@ -193,7 +167,7 @@ def kill(fault: PlayedFault, processes: Mapping[str, ProcessTarget], started: Ev
 
 def kill_server(fault: PlayedFault, processes: DrilledProcesses, replica: str) -> Script:
     """SIGKILL to the replica's checkpoint server, which its trainer then starts again."""
-    server = processes.server(replica)
+    server, fault.about = processes.server(replica), f"the checkpoint server of {replica}"
     server.send(signal.SIGKILL)
     yield from fault.until_end(lambda: f"process {server.pid} is gone" if server.is_gone else "")
 
@@ -241,10 +215,20 @@ def slow(fault: PlayedFault, process: ProcessTarget, guard: UndoGuard) -> Script
 
 
 def memory(fault: PlayedFault) -> Script:
-    """A process that holds memory until the fault's end, or until the player dies."""
-    with contextlib.closing(Ballast()) as ballast:
-        yield from fault.until_end(lambda: ballast.evidence)
-    yield from always(lambda: f"process {ballast.pid} has ended")
+    """A process that holds a quarter of the free memory until the fault's end, or until the player dies."""
+    fault.about = "this host's memory"
+    wanted = min(_MOST_MEMORY_BYTES, available_bytes() // _SHARE)
+    command = [sys.executable, "-S", "-c", _BALLAST, str(wanted)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+
+        def evidence() -> str:
+            held = bytes_of(Path(f"/proc/{process.pid}/status"), "VmRSS") or 0  # the kernel's count
+            return f"process {process.pid} holds {held >> 20} MB" if held >= wanted else ""
+
+        yield from fault.until_end(evidence)
+    yield from always(lambda: f"process {process.pid} has ended")
 
 
 def obey(

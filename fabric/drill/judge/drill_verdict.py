@@ -46,7 +46,7 @@ class DrillTimes:
 
     def __init__(self, record: DrillRecord, evidence: Evidence) -> None:
         self.record, self._evidence = record, evidence
-        gaps = [gap for gap in (*self._closed_gaps(), *self._open_gaps()) if gap.start >= record.began]
+        gaps = [gap for gap in self._all_gaps() if gap.start >= record.began]
         self.gaps = sorted(gaps, key=lambda gap: gap.start)
         closed = [gap.seconds for gap in self.gaps if not gap.is_open]
         self.median_step_s = statistics.median(closed) if closed else 0.0
@@ -131,7 +131,9 @@ class DrillTimes:
     def timeline(self, fault: InjectedFault) -> list[str]:
         """Return what the replicas noted from the fault to their next commits, in seconds after it."""
         notes: list[tuple[float, str]] = []
-        until = max(self._recovered(fault), *(self._back(fault, name) for name in fault.targets), 0.0)
+        waits = [self.rejoined_s(fault, name) for name in fault.targets]
+        backs = [self.record.ended if math.isinf(wait) else fault.ended + wait for wait in waits]
+        until = max(self._recovered(fault), *backs, 0.0)
         for name, journal in self._evidence.run.journals.items():
             notes += [
                 (line.t - fault.began, f"{name}: {_note(line)}")
@@ -139,10 +141,6 @@ class DrillTimes:
                 if fault.began <= line.t <= until
             ]
         return [f"{seconds:.3f} s {text}" for seconds, text in sorted(notes)[:MAX_NOTES]]
-
-    def _back(self, fault: InjectedFault, replica: str) -> float:
-        seconds = self.rejoined_s(fault, replica)
-        return self.record.ended if math.isinf(seconds) else fault.ended + seconds
 
     def _explains(self, fault: InjectedFault, lines: Sequence[JournalLine]) -> bool:
         """Whether the fault may have ended the process that wrote these lines."""
@@ -159,16 +157,12 @@ class DrillTimes:
         place = bisect_left(self._commits, fault.ended)
         return self._commits[place] if place < len(self._commits) else self.record.ended
 
-    def _closed_gaps(self) -> Iterator[CommitGap]:
+    def _all_gaps(self) -> Iterator[CommitGap]:
         for lines in self._evidence.lives():
             for before, after in pairwise(lines_of(lines, "commit", "join", "outside")):
                 if before.is_live_commit and after.is_live_commit:
                     yield CommitGap(before.replica, before.t, after.mono - before.mono)
-
-    def _open_gaps(self) -> Iterator[CommitGap]:
-        if self.record.is_over:
-            return
-        for journal in self._evidence.run.journals.values():
+        for journal in self._evidence.run.journals.values() if not self.record.is_over else ():
             groups = journal.incarnations()
             last = lines_of(groups[-1], "commit") if groups else []
             if last and not finished(groups[-1]):
@@ -243,7 +237,12 @@ class OutsideTimes:
 
     def unexplained_s(self) -> float | None:
         """Return the longest standstill, each without the time of faults and recoveries."""
-        spans = self._spans()
+        # Faults and recoveries explain the time to the next growth of the step.
+        spans = [(fault.began - 1.0, self._next(fault.ended)) for fault in self._record.faults]
+        for recovery in self._recoveries:
+            until = recovery.step_committed or self._record.ended
+            spans.append((recovery.detected - 1.0, self._next(until)))
+        spans.sort()
         return max((gap.seconds - covered(gap, spans) for gap in self.standstills()), default=None)
 
     def rejoined_s(self, fault: InjectedFault, replica: str) -> float:
@@ -274,14 +273,6 @@ class OutsideTimes:
         if times:
             times.append(max(self._record.ended, times[-1]))
         return [CommitGap("", before, after - before) for before, after in pairwise(times)]
-
-    def _spans(self) -> list[tuple[float, float]]:
-        """Return the times that faults and recoveries explain, each to the next growth of the step."""
-        spans = [(fault.began - 1.0, self._next(fault.ended)) for fault in self._record.faults]
-        for recovery in self._recoveries:
-            until = recovery.step_committed or self._record.ended
-            spans.append((recovery.detected - 1.0, self._next(until)))
-        return sorted(spans)
 
     def _next(self, t: float) -> float:
         return next((grown for grown, _ in self._grown if grown >= t), self._record.ended)
@@ -335,8 +326,27 @@ def judge_drill(record: DrillRecord, expectations: Sequence[str] = ()) -> DrillV
     measures = _Measures(record, verdict, times, differing)
     return DrillVerdict(
         outcomes=tuple(measures.outcome(wish, is_asked=bool(expectations)) for wish in wanted),
-        faults=tuple(_with_cost(fault, times) for fault in record.faults),
-        mistakes=tuple(_mistakes(record)),
+        faults=tuple(
+            replace(
+                fault,
+                stall_s=times.stall_s(fault),
+                rejoined_s={name: times.rejoined_s(fault, name) for name in fault.targets},
+                timeline=tuple(times.timeline(fault)),
+            )
+            for fault in record.faults
+        ),
+        mistakes=(
+            *(
+                f"{x.title} was injected, and the drill saw no effect of it"
+                for x in record.faults
+                if not x.observed
+            ),
+            *(
+                f"{x.title} was to end, and the drill has not seen its end"
+                for x in record.faults
+                if not x.undone
+            ),
+        ),
         broken=verdict.broken if has_journals else (),
         disagreements=tuple(differing),
         unseen=tuple(_unseen(record)),
@@ -450,27 +460,6 @@ def _shown(value: float, unit: MeasureUnit) -> str:
     if unit is MeasureUnit.COUNT:
         return str(int(value))
     return "never" if math.isinf(value) else f"{value:.3f} s"
-
-
-def _mistakes(record: DrillRecord) -> list[str]:
-    """Return a sentence for each fault that the drill did not see happen, or did not see end."""
-    mistakes = [
-        f"{fault.title} was injected, and the drill saw no effect of it"
-        for fault in record.faults
-        if not fault.observed
-    ]
-    mistakes += [
-        f"{fault.title} was to end, and the drill has not seen its end"
-        for fault in record.faults
-        if not fault.undone
-    ]
-    return mistakes
-
-
-def _with_cost(fault: InjectedFault, times: Times) -> InjectedFault:
-    rejoined = {name: times.rejoined_s(fault, name) for name in fault.targets}
-    timeline = tuple(times.timeline(fault))
-    return replace(fault, stall_s=times.stall_s(fault), rejoined_s=rejoined, timeline=timeline)
 
 
 def _unseen(record: DrillRecord) -> list[str]:

@@ -222,11 +222,19 @@ _MOST_STEPS = 4000
 def page_of(verdict: DrillVerdict, command: str) -> str:
     """Return the page as text; ``command`` is the line that repeats the drill."""
     template = Template((files("fabric.drill.report") / "drill_page.html").read_text(encoding="utf-8"))
+    summary, stall = verdict.summary, max((fault.stall_s or 0.0 for fault in verdict.faults), default=0.0)
     return template.substitute(
         verdict="The job held." if verdict.holds else "The job did not hold.",
         verdict_class="good" if verdict.holds else "bad",
         command=escape(command),
-        facts=_facts(verdict),
+        facts=html_facts(
+            (str(len(verdict.faults)), "faults"),
+            (str(summary.steps), "committed steps"),
+            (str(summary.steps_lost), "steps lost"),
+            (f"{summary.samples_skipped}, {summary.samples_repeated}", "samples skipped, repeated"),
+            (f"{verdict.median_step_s:.3f} s", "median step"),
+            (f"{stall:.3f} s", "longest stall at a fault"),
+        ),
         picture=_picture(verdict),
         expectations=html_table(expectation_table(verdict)),
         sentences=html_list(
@@ -238,19 +246,6 @@ def page_of(verdict: DrillVerdict, command: str) -> str:
             f"<details><summary>{escape(fault.title)}</summary>{html_list(fault.timeline)}</details>"
             for fault in verdict.faults
         ),
-    )
-
-
-def _facts(verdict: DrillVerdict) -> str:
-    summary = verdict.summary
-    stall = max((fault.stall_s or 0.0 for fault in verdict.faults), default=0.0)
-    return html_facts(
-        (str(len(verdict.faults)), "faults"),
-        (str(summary.steps), "committed steps"),
-        (str(summary.steps_lost), "steps lost"),
-        (f"{summary.samples_skipped}, {summary.samples_repeated}", "samples skipped, repeated"),
-        (f"{verdict.median_step_s:.3f} s", "median step"),
-        (f"{stall:.3f} s", "longest stall at a fault"),
     )
 
 

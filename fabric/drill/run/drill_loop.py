@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from fabric.audit.journal import RecordedRun, read_run
 from fabric.drill.injection.drilled_processes import DrilledProcesses
@@ -35,7 +34,7 @@ _ASK_EVERY_S = 1.0
 
 
 class StatusPoller:
-    """Asks for the job's status in a thread, from ``start`` to ``close``: a stopped lighthouse answers late.
+    """Asks for the job's status in a thread, up to ``close``: a stopped lighthouse answers late.
 
     ``sightings`` has the steps that the lighthouse named, ``headlines`` its first lines.
     """
@@ -46,8 +45,6 @@ class StatusPoller:
         self.sightings: list[StepSighting] = []
         self.headlines: list[HeadlineSighting] = []
         self._thread = threading.Thread(target=self._run, name="fabric-drill-status", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
@@ -63,19 +60,15 @@ class StatusPoller:
         with suppress(FabricError):
             status = self._client.ask(self._client.path())
             now = time.time()
-            self.sightings += _sightings(status, now)
-            if isinstance(status, dict) and isinstance(text := status.get("headline"), str):
+            if not isinstance(status, dict):
+                return
+            self.sightings += [
+                StepSighting(now, str(x.get("replica")), x["step"])
+                for x in status.get("members") or ()
+                if isinstance(x, dict) and x.get("connected") and isinstance(x.get("step"), int)
+            ]
+            if isinstance(text := status.get("headline"), str):
                 self.headlines.append(HeadlineSighting(now, text))
-
-
-def _sightings(status: Any, now: float) -> list[StepSighting]:
-    """Return the steps of the connected members; of another form of status, none."""
-    members = status.get("members") if isinstance(status, dict) else None
-    return [
-        StepSighting(now, str(member.get("replica")), member["step"])
-        for member in members or ()
-        if isinstance(member, dict) and member.get("connected") and isinstance(member.get("step"), int)
-    ]
 
 
 @dataclass
@@ -98,7 +91,6 @@ class ScheduledDrill:
         """Play the schedule; return what is known without journals. Raises FabricError."""
         faults: list[InjectedFault] = []
         with closing(StatusPoller(self.client)) as poller:
-            poller.start()
             begun = time.monotonic()
             for number, fault in enumerate(self.schedule.faults, start=1):
                 while not self._is_due(fault, begun):

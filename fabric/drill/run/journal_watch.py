@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric.audit.journal import MAX_LINE_BYTES
-from fabric.audit.summary import loss_per_unit
+from fabric.audit.summary import mean_loss
 
 # The times of so many newest live commits of a replica are kept.
 _KEPT_TIMES = 10_000
@@ -64,7 +64,7 @@ class WatchedReplica:
         self.step = int(entry.get("step") or 0) + 1
         self.generation = int(entry.get("generation") or 0)
         if "metrics" in entry and "contributions" in entry:
-            self.loss = loss_per_unit(entry)
+            self.loss = mean_loss(entry)
         if entry.get("replay"):
             return ""
         self.commits, self.total = self.commits + 1, self.total + 1

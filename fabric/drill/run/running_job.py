@@ -70,9 +70,6 @@ class RunningJob:
         with understood("the lighthouse"):
             return int(answer["faults"][-1]["number"])
 
-    def end_fault(self, number: int) -> None:
-        self._ask("drill", "end-fault", body={"drill": self.drill, "number": number})
-
     def end(self) -> None:
         """End the drill; nothing happens if it is over."""
         with suppress(FabricError):

@@ -157,12 +157,6 @@ def _kill(scene: DrillScene, fault: PlayedFault, names: Sequence[str]) -> Script
     return kill(fault, processes, restarted)
 
 
-def _kill_one(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
-    if wanted.point:
-        return _obey(scene, fault, wanted)
-    return _kill(scene, fault, (wanted.target,))
-
-
 def _obey(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
     """The trainer stands still or dies at a point, or changes its gradient or its clock."""
     name = wanted.target
@@ -181,11 +175,6 @@ def _stop(
 ) -> Script:
     fault.targets = (wanted.target,)
     return player(fault, scene.processes.trainer(wanted.target), scene.guard)
-
-
-def _kill_server(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
-    fault.about = f"the checkpoint server of {wanted.target}"
-    return kill_server(fault, scene.processes, wanted.target)
 
 
 def _kill_joining(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
@@ -385,11 +374,6 @@ def _kill_service(scene: DrillScene, fault: PlayedFault, name: str) -> Script:
     yield from always(lambda: f"{name} answers, process {job.processes.pid_of(name)}")
 
 
-def _memory(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
-    fault.about = "this host's memory"
-    return memory(fault)
-
-
 def _wipe_store(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
     """SIGKILL to all etcd members, whose data is removed; at the fault's end they begin with nothing."""
     job, members, views = scene.job, scene.job.members, scene.watch.replicas.values()
@@ -481,7 +465,9 @@ def _on(
 
 # Each fault of the table, and what plays it.
 SCRIPTS: Mapping[str, Player] = {
-    "kill": _kill_one,
+    "kill": lambda scene, fault, wanted: (
+        _obey(scene, fault, wanted) if wanted.point else _kill(scene, fault, (wanted.target,))
+    ),
     "stop": partial(_stop, stop),
     "slow": partial(_stop, slow),
     "hang": _obey,
@@ -489,14 +475,14 @@ SCRIPTS: Mapping[str, Player] = {
     "kill-all": _on(_kill, lambda scene, _: scene.replicas),
     "kill-recovering": _on(kill_recovering, _pair),
     "kill-joining": _kill_joining,
-    "kill-server": _kill_server,
+    "kill-server": lambda scene, fault, wanted: kill_server(fault, scene.processes, wanted.target),
     "kill-lighthouse": _on(_kill_service, lambda scene, _: leading_lighthouse(scene.job)),
     "kill-follower": _on(_kill_service, lambda scene, _: leading_lighthouse(scene.job, leads=False)),
     "stop-lighthouse": _on(_stop_service, lambda scene, _: leading_lighthouse(scene.job)),
     "kill-store": _on(_kill_service, _member),
     "stop-store": _on(_stop_service, _member),
     **dict.fromkeys(_LINKS, _break_link),
-    "memory": _memory,
+    "memory": lambda scene, fault, wanted: memory(fault),
     "wipe-store": _wipe_store,
     "disk-full": _fill_disk,
     "flip-gradient": _obey,

@@ -33,10 +33,8 @@ _MOST_BYTES = 1 << 30
 
 
 def may_mount() -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
-    return False
+    rights = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()
+    return bool(int(rights[0], 16) >> _CAP_SYS_ADMIN & 1)
 
 
 class SmallDisk:
@@ -177,7 +175,7 @@ class StartedJob(LocalJob):
         self.lighthouse_weathers = {name: LinkWeather() for name in options.names}
         self.disk: SmallDisk | None = None  # of the durable checkpoints, where the schedule fills it
         # A drill fails the same replica again and again, which must not keep the replica out.
-        self.lighthouse_options = ("--failures", "0")
+        self.lighthouse_options = ("--limit", "failures=0")
 
     def __enter__(self) -> "StartedJob":
         options = self.options
@@ -213,7 +211,7 @@ class StartedJob(LocalJob):
         settings = {
             "FABRIC_DRILL": "1",
             "FABRIC_ADVERTISE": host,
-            "FABRIC_PORTS": f"{ports[0]}-{ports[-1]}",
+            "FABRIC_BIND": f"127.0.0.1:{ports[0]}-{ports[-1]}",
             # Links in shared memory would pass by the relay.
             "FABRIC_DATA_PLANE": "tcp",
             # The audit needs the digest of the state after every step.

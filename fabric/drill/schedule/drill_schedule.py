@@ -18,6 +18,7 @@ POINTS = ("forward", "before-ring", "ring", "before-barrier", "barrier", "after-
 MAX_ENTRIES = 10_000
 MAX_SECONDS = 7 * 86_400.0
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_RANDOM = re.compile(r"([0-9]{1,9})(?: every (\S+))?(?: for (\S+))?")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|min|m|h)")
 
 
@@ -122,15 +123,21 @@ def parse_plan(document: Any, name: str) -> DrillSchedule:
     return DrillSchedule(ordered, tuple(plan.expect), origin=f"--plan {name}")
 
 
-def random_schedule(
-    seed: int, every_s: float, for_s: float, replicas: Sequence[str], possible: Collection[FaultNeed]
-) -> DrillSchedule:
-    """Draw faults from a Poisson process of one fault per ``every_s``; equal arguments give equal faults.
+def random_schedule(text: str, replicas: Sequence[str], possible: Collection[FaultNeed]) -> DrillSchedule:
+    """Draw faults by "7", a seed, or "7 every 30s for 2m"; equal arguments give equal faults.
 
-    All possible kinds come once, in a drawn order, before a kind comes again.
+    They are a Poisson process of one fault per ``every``. All possible kinds come once, in a drawn order,
+    before a kind comes again. Raises ConfigError.
     """
+    form = _RANDOM.fullmatch(" ".join(text.split()))
+    if form is None:
+        raise ConfigError(f'--random is "{text[:80]}": give a seed such as 7, or "7 every 30s for 2m"')
+    seed, every_s = int(form[1]), parse_duration(form[2] or "30s", "every in --random")
+    for_s = parse_duration(form[3] or "2m", "for in --random")
     if not every_s > 0:
-        raise ConfigError("--every must be more than 0s: give the mean time between two faults, such as 30s")
+        raise ConfigError(
+            "every in --random must be more than 0s: give the mean time between two faults, such as 30s"
+        )
     chance = random.Random(seed)  # noqa: S311  (a schedule, not a secret)
     kinds = sorted(name for name, kind in FAULTS.items() if not obstacle(kind, possible))
     if not kinds:
@@ -145,7 +152,7 @@ def random_schedule(
         hits_one = FAULTS[name].scope in AIMED
         faults.append(ScheduledFault(name, target if hits_one else "", round(at, 3)))
         at += chance.expovariate(1 / every_s)
-    origin = f"--random {seed} --every {every_s:g}s --for {for_s:g}s"
+    origin = f"--random '{seed} every {every_s:g}s for {for_s:g}s'"
     return DrillSchedule(tuple(faults), least_s=for_s, origin=origin)
 
 

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from fabric.errors import ConfigError
-from fabric.runtime.config import given_text, launched_ranks, parse_replicas
+from fabric.runtime.config import given_text, launched_ranks, parse_bind, parse_replicas
 
 _log = logging.getLogger("fabric")
 _DEFAULT = timedelta(seconds=60)
@@ -29,7 +29,7 @@ class ManagerArguments:
     use_async_quorum: bool = True  # wait for the step's members at the first need, and not in start_quorum
     timeout: timedelta = _DEFAULT  # becomes exchange_s
     quorum_timeout: timedelta = _DEFAULT
-    connect_timeout: timedelta = _DEFAULT  # becomes contact_s
+    connect_timeout: timedelta = _DEFAULT
     rank: int | None = None
     world_size: int | None = None
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
@@ -37,12 +37,12 @@ class ManagerArguments:
     store_port: int | None = None
     lighthouse_addr: str | None = None  # becomes lighthouse, where FABRIC_LIGHTHOUSE is not set
     replica_id: str | None = None  # becomes replica, where FABRIC_REPLICA is not set
-    port: int | None = None  # becomes ports
+    port: int | None = None  # becomes the port of bind
     hostname: str = ""
     heartbeat_interval: timedelta = timedelta(milliseconds=100)
     checkpoint_transport: Any = None
     init_sync: bool = True
-    max_retries: int | None = None  # becomes max_failed_rounds
+    max_retries: int | None = None  # becomes on_abort
     quorum_retries: int = 0
 
     def __post_init__(self) -> None:
@@ -61,6 +61,10 @@ class ManagerArguments:
             _without_effect(
                 "quorum_timeout", "FABRIC_USER_CODE_S bounds how long the others wait for a replica"
             )
+        if self.connect_timeout != _DEFAULT:
+            _without_effect(
+                "connect_timeout", "a start looks for a lighthouse for FABRIC_AUTONOMY_S, at most a minute"
+            )
 
     def settings(self, group: Any, least: int) -> dict[str, Any]:
         """Return the arguments of ``attach`` for a Manager with this ``pg`` and ``min_replica_size``."""
@@ -68,16 +72,15 @@ class ManagerArguments:
         chosen: dict[str, Any] = {"replicas": _replicas(least)}
         if self.timeout != _DEFAULT:
             chosen["exchange_s"] = self.timeout.total_seconds()
-        if self.connect_timeout != _DEFAULT:
-            chosen["contact_s"] = self.connect_timeout.total_seconds()
         if self.max_retries is not None:
-            chosen["max_failed_rounds"] = max(self.max_retries, 1)
+            chosen["on_abort"] = f"retry {max(self.max_retries, 1)}"
         if self.replica_id and not given_text("replica"):
             chosen["replica"] = self.replica_id
         if self.lighthouse_addr and not given_text("lighthouse"):
             chosen["lighthouse"] = (self.lighthouse_addr,)
         if self.port:
-            chosen["ports"] = str(self.port)
+            host, _ = parse_bind(given_text("bind") or "127.0.0.1")
+            chosen["bind"] = f"[{host}]:{self.port}"
         return chosen
 
 

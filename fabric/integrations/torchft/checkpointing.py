@@ -136,12 +136,10 @@ class HTTPTransport(CheckpointTransport[T]):
                 job="transport",
                 replica="transport",
                 run_dir=Path(self._folder) / "run",
-                bind=chosen.bind,
+                bind=chosen.host,
                 advertise=chosen.advertise.partition(",")[0],
                 token_file=chosen.token_file,
-                tls_cert=chosen.tls_cert,
-                tls_key=chosen.tls_key,
-                tls_ca=chosen.tls_ca,
+                tls_folder=chosen.tls.folder,
                 orphan_s=_ORPHAN_S,
             )
             self._handle = ServerHandle(spec, incarnation=1)

@@ -44,9 +44,9 @@ MAX_DESCRIPTION = 64 * 1024
 # The most ranks of one replica.
 MAX_RANKS = 16_384
 MAX_SNAPSHOTS = 64
-# The default of ``--max-replicas``.
+# The default of ``--limit max-replicas``.
 MAX_REPLICAS = 1024
-# The most that ``--max-replicas`` accepts: a record of some 35,000 replicas fills a store's longest value.
+# The most that this limit accepts: a record of some 35,000 replicas fills a store's longest value.
 MOST_REPLICAS = 30_000
 MAX_DEATHS = 64
 # The most ranks of one checkpoint server.

@@ -134,12 +134,12 @@ def no_room(job: str, replica: str, others: int, needed: int, allowed: int) -> s
     if others >= allowed:
         return (
             f"{replica} is not taken: job {job} has {counted(others, 'replica')}, as many as this lighthouse "
-            "allows; end another one first, or have --max-replicas raised"
+            "allows; end another one first, or have --limit max-replicas raised"
         )
     if needed > allowed:
         return (
             f"{replica} is not taken: it asks for at least {counted(needed, 'replica')}, and this lighthouse "
-            f"allows {allowed}; lower FABRIC_REPLICAS, or have --max-replicas raised"
+            f"allows {allowed}; lower FABRIC_REPLICAS, or have --limit max-replicas raised"
         )
     return ""
 

@@ -191,7 +191,7 @@ def _count(body: dict[str, Any], name: str, most: int) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
         raise ProtocolError(
-            f'"{name}" must be a count of replicas from 0 to {most}, this lighthouse\'s --max-replicas'
+            f'"{name}" must be a count of replicas from 0 to {most}, this lighthouse\'s max-replicas'
         )
     return value
 

@@ -123,7 +123,7 @@ class Jobs:
         if sum(not job.core.state.is_complete for job in self.by_name.values()) >= self._quotas.jobs:
             raise Refused(
                 f"job {name} is not taken: this lighthouse leads {counted(self._quotas.jobs, 'job')}, as "
-                "many as it may; wait until one is complete, or have --max-jobs raised"
+                "many as it may; wait until one is complete, or have --limit max-jobs raised"
             )
         return self._make(self._context, name, None, 0)
 

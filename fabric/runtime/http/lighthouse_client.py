@@ -25,7 +25,6 @@ from fabric.runtime.logs import printable
 # The reasons of a failed HTTP request, and the settings to change where TLS is the cause.
 
 
-_SETTINGS = "FABRIC_TLS_CERT, FABRIC_TLS_KEY and FABRIC_TLS_CA"
 _HUNG_UP = re.compile("Server disconnected|Remote end closed connection without response")
 _RENEWED = "each process reads its renewed files without a restart"
 _UNBELIEVED = re.compile(r"certificate verify failed: (.*?)\.? \(_ssl")
@@ -45,19 +44,21 @@ def permanent_cause(error: Exception, tls: Tls) -> str:
         reason = _UNBELIEVED.search(text)
         what = "its certificate is not believed" + (f" ({reason[1]})" if reason else "")
         if not tls.is_on:
-            return f"{what}: give {_SETTINGS}"
-        return f"{what}: FABRIC_TLS_CA must be the authority that issued it, for the host that is dialled"
+            return f"{what}: give FABRIC_TLS"
+        return (
+            f"{what}: ca.crt in FABRIC_TLS must be the authority that issued it, for the host that is dialled"
+        )
     if "ALERT_UNKNOWN_CA" in text or "CERTIFICATE_REQUIRED" in text:
-        return f"it does not believe the certificate shown to it: give {_SETTINGS} of its authority"
+        return "it does not believe the certificate shown to it: give FABRIC_TLS with one of its authority"
     return ""
 
 
 def _passing_cause(text: str) -> str:
     """Say what to do where a certificate's time is the cause: that mends without another setting."""
     if "certificate has expired" in text:
-        return f"its certificate has expired: renew its FABRIC_TLS_CERT; {_RENEWED}"
+        return f"its certificate has expired: renew tls.crt in its FABRIC_TLS; {_RENEWED}"
     if "ALERT_CERTIFICATE_EXPIRED" in text:
-        return f"the certificate shown to it has expired: renew FABRIC_TLS_CERT here; {_RENEWED}"
+        return f"the certificate shown to it has expired: renew tls.crt in FABRIC_TLS here; {_RENEWED}"
     if "certificate is not yet valid" in text:
         return "its certificate is not valid yet: set the clocks of both hosts right, or issue it again"
     return ""
@@ -75,11 +76,11 @@ def describe(error: Exception, url: str, tls: Tls) -> str:
     if not _HUNG_UP.search(text):
         return text
     if url.startswith("http://"):
-        return f"it hung up without an answer: if it speaks TLS, write https:// and give {_SETTINGS}"
+        return "it hung up without an answer: if it speaks TLS, write https:// and give FABRIC_TLS"
     hint = (
-        "look whether FABRIC_TLS_CERT is of its authority, and has not expired"
+        "look whether tls.crt in FABRIC_TLS is of its authority, and has not expired"
         if tls.is_on
-        else f"give {_SETTINGS}"
+        else "give FABRIC_TLS"
     )
     return f"it hung up without an answer: if that is always so, {hint}"
 

@@ -16,6 +16,7 @@ from typing import Any
 from fabric.errors import ConfigError
 
 log = logging.getLogger(__name__)
+TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
 
 
 class RenewedContext(ssl.SSLContext):
@@ -73,34 +74,25 @@ class RenewedContext(ssl.SSLContext):
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The three files of TLS, in PEM: all, or none."""
+    """The files of TLS, in PEM, in one folder. They have the names of a Kubernetes secret of the type tls."""
 
-    cert: Path | None = None  # certificate of this process
-    key: Path | None = None  # private key of this certificate
-    ca: Path | None = None  # certificate of the trusted authority
+    folder: Path | None = None  # None without TLS
 
     @property
     def is_on(self) -> bool:
-        return self.cert is not None
+        return self.folder is not None
 
     @property
     def scheme(self) -> str:
         return "https" if self.is_on else "http"
 
     @property
-    def files(self) -> dict[str, Path]:
-        """The files that are set, by the end of their setting's name."""
-        named = {"cert": self.cert, "key": self.key, "ca": self.ca}
-        return {name: path for name, path in named.items() if path is not None}
+    def files(self) -> list[Path]:
+        """Certificate of this process, its private key, certificate of the trusted authority."""
+        return [] if self.folder is None else [self.folder / name for name in TLS_FILES]
 
     def check(self) -> None:
-        """Raise ConfigError where only some are set, or a file cannot be used."""
-        if len(self.files) not in (0, 3):
-            missing = ", ".join(sorted({"cert", "key", "ca"} - set(self.files)))
-            raise ConfigError(
-                f"TLS is set without {missing}: give FABRIC_TLS_CERT, FABRIC_TLS_KEY and FABRIC_TLS_CA, or"
-                " none of them"
-            )
+        """Raise ConfigError where a file cannot be used."""
         self.server_context()
         self.client_context()
 
@@ -119,9 +111,9 @@ class Tls:
     def _loaded(self, context: RenewedContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            context.read(self.cert, self.key, self.ca)
+            context.read(*self.files)
         except (OSError, ssl.SSLError) as error:
-            names = ", ".join(map(str, self.files.values()))
+            names = ", ".join(map(str, self.files))
             raise ConfigError(
                 f"TLS cannot be used ({error.strerror or error}): check the files {names}"
             ) from error

@@ -192,8 +192,7 @@ def address(imports: Sequence[str] = SERVERS) -> str:
 @functools.cache
 def _address(imports: Sequence[str]) -> str:
     # A path, because processes in another network namespace do not see the abstract names of this one.
-    folder = mkdtemp(prefix="fabric-test-")
-    name = f"{folder}/zygote"
+    name = f"{mkdtemp(prefix='fabric-test-')}/zygote"
     process = subprocess.Popen(
         [sys.executable, "-P", __file__, name, *imports, _ROOM],
         stdin=subprocess.PIPE,
@@ -205,7 +204,6 @@ def _address(imports: Sequence[str]) -> str:
     def close() -> None:
         process.stdin.close()
         process.wait()
-        shutil.rmtree(folder)
 
     atexit.register(close)
     return name
@@ -468,6 +466,7 @@ def main() -> None:
     while True:
         readable, _, _ = select.select([0, wake_read, listener, *accepted], [], [])
         if 0 in readable and not os.read(0, 1):
+            shutil.rmtree(Path(sys.argv[1]).parent)
             return
         if wake_read in readable:
             os.read(wake_read, 4096)

@@ -18,8 +18,8 @@ PURE := tests/protocol tests/sim tests/mutants
 JOBS := $(wildcard tests/integration/test_*.py)
 # These whole jobs run in a lane of their own, so that no lane ends long after the others.
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
-	accelerate act adopted_frameworks adopted_scripts collectives demo drill hosts launched_jobs layouts \
-	lightning outer_steps scraped_job slow_links slow_replica torchft_scripts transformers unequal)
+	accelerate act adopted_frameworks adopted_scripts another_store collectives demo drill hosts launched_jobs \
+	layouts lightning namespaces outer_steps scraped_job slow_links slow_replica torchft_scripts transformers unequal)
 # These parts follow the worlds, for the same reason.
 LATE_PARTS := tests/ckpt_server tests/conformance
 EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))

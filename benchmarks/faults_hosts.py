@@ -111,11 +111,11 @@ def running(zygote: Zygote, width: int) -> Iterator[HostsJob]:
             ranks=2,
             environment=ENVIRONMENT | {"LAYOUT_WIDTH": str(width)},
             bind=ADDRESSES[0],
-            inside=("ip", "netns", "exec", cable.names[0]),
+            network=cable.names[0],
         ) as job,
     ):
         job.environment |= {"TEST_NETNS": cable.names[0], "FABRIC_BIND": ADDRESSES[0]}
-        yield HostsJob(job, Hosts(job, cable))
+        yield HostsJob(job, Hosts(job, cable, forked=False))
 
 
 def measure(rounds: int) -> dict[str, float]:

@@ -8,7 +8,8 @@ imports its modules again. ``test_package.py``, ``cli/test_launch.py``, ``cli/te
 A request comes over a Unix socket with the descriptors that the new process gets. The answers on the same
 connection are the process id, and at the end the status of ``waitpid``. The new process shows its own words
 in ``/proc/PID/cmdline`` and its environment in ``/proc/PID/environ``, as after ``exec``, before its id is
-told. The process is in the mount namespace of the process that asked.
+told. The process is in the mount namespace of the process that asked, and in the network namespace that
+``TEST_NETNS`` in its environment names.
 
 With ``LAUNCHERS`` in its environment, a process of ``fabric launch``, ``local``, ``demo`` or ``drill`` forks
 all Python programs that it starts, and so do these.
@@ -27,6 +28,7 @@ import logging
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,7 +36,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, mkdtemp
 from types import ModuleType, SimpleNamespace
 from typing import BinaryIO
 
@@ -61,6 +63,7 @@ TORCH = (
 ADDRESS = "TEST_SERVER_ZYGOTE"  # the variable with the zygote's address, for the trainers of a job
 WRITERS = "TEST_WRITER_ZYGOTE"  # likewise, for the checkpoint servers of a job with durable checkpoints
 CHECKOUT = str(Path(__file__).resolve().parents[1])
+NETWORK = "TEST_NETNS"  # the variable with the network namespace of a process
 LAUNCHERS = "TEST_LAUNCHER_ZYGOTE"  # likewise, for supervisors, launchers, their ranks, servers and writers
 # The beginning of a program that needs modules of fabric.client, and not the package, which imports torch.
 WITHOUT_TORCH = f"""
@@ -73,6 +76,7 @@ _ROOM = "x" * 8192  # an argument whose place takes the words of a forked proces
 _MORE_ROOM = "x" * 24_576  # a variable whose place takes the environment of a forked process
 _WORDS, _ENVIRONMENT = 45, 47  # the places of their first addresses in /proc/PID/stat, after the name
 _NEW_MOUNTS = 0x20000  # CLONE_NEWNS
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _MAX_BYTES = 1 << 17
 _MAX_DESCRIPTORS = 8
 
@@ -95,7 +99,7 @@ class ForkedProcess:
         request["asks"] = os.getpid()
         request["descriptors"] = list(descriptors)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.connect("\0" + zygote)
+        self._connection.connect(zygote)
         socket.send_fds(self._connection, [json.dumps(request).encode()], list(descriptors.values()))
         self.pid: int = self._receive()["pid"]
         self.returncode: int | None = None
@@ -187,7 +191,8 @@ def address(imports: Sequence[str] = SERVERS) -> str:
 
 @functools.cache
 def _address(imports: Sequence[str]) -> str:
-    name = f"fabric-test-{os.getpid()}-{imports[0]}"
+    # A path, because processes in another network namespace do not see the abstract names of this one.
+    name = f"{mkdtemp(prefix='fabric-test-')}/zygote"
     process = subprocess.Popen(
         [sys.executable, "-P", __file__, name, *imports, _ROOM],
         stdin=subprocess.PIPE,
@@ -204,12 +209,16 @@ def _address(imports: Sequence[str]) -> str:
     return name
 
 
-def start_lighthouse(arguments: Sequence[str], log: BinaryIO) -> ForkedProcess:
-    """Start ``fabric lighthouse`` with this process's environment, in the folder of this checkout."""
+def start_lighthouse(arguments: Sequence[str], log: BinaryIO, network: str = "") -> ForkedProcess:
+    """Start ``fabric lighthouse`` with this process's environment in the folder of this checkout.
+
+    ``network`` names the network namespace of the new process.
+    """
     with Path(os.devnull).open("rb") as nothing:
         given = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()}
         words = ["-m", "fabric.cli.main", "lighthouse", *arguments]
-        return ForkedProcess(address(), words, given, dict(os.environ), CHECKOUT)
+        environment = {**os.environ, **({NETWORK: network} if network else {})}
+        return ForkedProcess(address(), words, given, environment, CHECKOUT)
 
 
 def start_supervisor(
@@ -270,6 +279,8 @@ def child(request: dict, descriptors: Sequence[int], asks: socket.socket) -> Non
         os.chdir(request["cwd"] or ".")
         os.environ.clear()
         os.environ.update(request["environment"])
+        if NETWORK in os.environ:
+            enter_network(os.environ[NETWORK])
         _show([sys.executable, *request["words"]], _WORDS)
         _show([f"{name}={value}" for name, value in os.environ.items()], _ENVIRONMENT)
         with asks:
@@ -368,10 +379,18 @@ def _share_mounts(asks: int) -> None:
     theirs = Path(f"/proc/{asks}/ns/mnt")
     if theirs.readlink() == Path("/proc/self/ns/mnt").readlink():
         return
-    descriptor = os.open(theirs, os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_MOUNTS):
-        raise OSError(ctypes.get_errno(), "the mount namespace cannot be entered")
-    os.close(descriptor)
+    _enter(theirs, _NEW_MOUNTS)
+
+
+def enter_network(name: str) -> None:
+    """Move this thread, and every process and thread that it starts, into a network namespace."""
+    _enter(Path(f"/run/netns/{name}"), _NEW_NETWORK)
+
+
+def _enter(namespace: Path, kind: int) -> None:
+    with namespace.open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), kind):
+            raise OSError(ctypes.get_errno(), f"the namespace {namespace} cannot be entered")
 
 
 def _show(words: Sequence[str], place: int) -> None:
@@ -435,7 +454,7 @@ def main() -> None:
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, tests still end their processes
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind("\0" + sys.argv[1])
+    listener.bind(sys.argv[1])
     listener.listen(64)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -447,6 +466,7 @@ def main() -> None:
     while True:
         readable, _, _ = select.select([0, wake_read, listener, *accepted], [], [])
         if 0 in readable and not os.read(0, 1):
+            shutil.rmtree(Path(sys.argv[1]).parent)
             return
         if wake_read in readable:
             os.read(wake_read, 4096)

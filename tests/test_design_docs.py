@@ -1,4 +1,4 @@
-"""docs/design is short, and docs/benchmarks.md has short cells."""
+"""All pages together and docs/design are short, and docs/benchmarks.md has short cells."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 NOTES = sorted((DOCS.parent / "benchmarks" / "notes").glob("*.md"))
 MOST_WORDS = 120
 MOST_WORDS_OF_A_CELL = 12
+MOST_WORDS_OF_ALL_PAGES = 35_000  # README.md and docs/
 
 
 def words(text: str) -> int:
@@ -85,6 +86,11 @@ def test_each_missing_part_of_a_section_is_noticed():
 
 def test_the_word_counter_counts_words_of_markdown():
     assert words("One [link](../a/long path.md), and `two words` - here.") == 6
+
+
+def test_the_number_of_words_of_all_pages_is_bounded():
+    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
+    assert sum(words(page.read_text()) for page in pages) <= MOST_WORDS_OF_ALL_PAGES
 
 
 def test_the_number_of_headings_is_bounded():

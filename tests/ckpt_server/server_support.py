@@ -8,7 +8,6 @@ import random
 import resource
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+if str(TESTS := Path(__file__).resolve().parents[1]) not in sys.path:  # where a script imports this
+    sys.path.insert(0, str(TESTS))
+
+from forked_processes import ADDRESS, ForkedProcess, address
+
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.manifest import BLOCK_BYTES, block_digest, file_digest, make_manifest
 from fabric.ckpt_server.format.safetensors_file import build_preamble
@@ -26,7 +30,7 @@ from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.model import SnapshotRef
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = TESTS.parent
 TOKEN = "a-token-for-tests"
 META = {"loss": 1.5}
 DEADLINE_S = 30.0
@@ -167,15 +171,17 @@ def end(pid: int) -> None:
 
 
 _TRAINER = """
-import json, sys
-sys.path[:0] = [sys.argv[2], sys.argv[3]]
+import json, os, sys
+sys.path[:0] = sys.argv[2:]
 from pathlib import Path
+import forked_processes
 from fabric.errors import FabricError
 from server_support import start_server, publish, publish_gradient, snapshot_file
 
 def say(**body):
     print(json.dumps(body), flush=True)
 
+forked_processes.fork_checkpoint_servers(os.environ[forked_processes.ADDRESS])
 found = json.loads(sys.argv[1])
 for name in found.keys() & {"run_dir", "token_file"}:
     found[name] = Path(found[name])
@@ -201,31 +207,35 @@ for line in sys.stdin:
 
 
 class TrainerProcess:
-    """A real trainer process that obeys orders from a pipe."""
+    """A real trainer process, forked, that obeys orders from a pipe."""
 
     def __init__(self, run_dir: Path, **options: Any) -> None:
         options = {"run_dir": run_dir, **options}
         arguments = {k: str(v) if isinstance(v, Path) else v for k, v in options.items()}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _TRAINER, json.dumps(arguments), str(ROOT), str(Path(__file__).parent)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        folders = [str(x) for x in (ROOT, ROOT / "tests", Path(__file__).parent)]
+        (given_orders, orders), (answers, given_answers) = os.pipe(), os.pipe()
+        self._orders, self._answers = os.fdopen(orders, "w"), os.fdopen(answers)
+        self._process = ForkedProcess(
+            address(),
+            ["-c", _TRAINER, json.dumps(arguments), *folders],
+            {0: given_orders, 1: given_answers, 2: 2},
+            {**os.environ, ADDRESS: address()},
+            str(Path.cwd()),
         )
+        os.close(given_orders)
+        os.close(given_answers)
         self.pid = self._process.pid
         self.hello = self._hear()
 
     def _hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         assert line, f"the trainer ended with {self._process.wait()}"
         found: dict[str, Any] = json.loads(line)
         return found
 
     def do(self, name: str, **request: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": name, **request}) + "\n")
-        self._process.stdin.flush()
+        self._orders.write(json.dumps({"do": name, **request}) + "\n")
+        self._orders.flush()
         assert self._hear() == {"done": name}
 
     def signal(self, number: int) -> None:
@@ -234,8 +244,7 @@ class TrainerProcess:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
+        for pipe in (self._orders, self._answers):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 

@@ -119,7 +119,7 @@ class Job:
     killed: dict[str, StartedProcess] = field(default_factory=dict)
     later_points: dict[str, list[str]] = field(default_factory=dict)
     bind: str = "127.0.0.1"
-    inside: tuple[str, ...] = ()  # the words that come first on the lighthouse's command line
+    network: str = ""  # the network namespace of the lighthouse
 
     def __enter__(self) -> "Job":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -142,13 +142,12 @@ class Job:
         if failures := self.environment.get("TEST_FAILURES"):
             arguments += ["--limit", f"failures={failures}"]
         with (self.folder / "lighthouse.log").open("ab") as log:
-            if self.inside or apart:
+            if apart:
                 script = [str(HERE / "version_lighthouse.py"), str(apart)]
-                program = script if apart else ["-m", "fabric.cli.main"]
-                command = [*self.inside, sys.executable, *program, "lighthouse", *arguments]
+                command = [sys.executable, *script, "lighthouse", *arguments]
                 self.lighthouse = subprocess.Popen(command, stdout=log, stderr=log)
             else:
-                self.lighthouse = forked_processes.start_lighthouse(arguments, log)
+                self.lighthouse = forked_processes.start_lighthouse(arguments, log, self.network)
         self.wait_for(ready.exists, "the lighthouse's ready file")
         self.url = json.loads(ready.read_text())["url"]
 

@@ -47,83 +47,85 @@ def has_r2_again(job: Job) -> None:
 
 def test_a_job_survives_a_pulled_cable_and_a_cable_that_loses_one_direction(zygote, tmp_path):
     environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.05", "FABRIC_EXCHANGE_S": "2"}
-    with Cable() as cable:
-        inside = ("ip", "netns", "exec", cable.names[0])
-        with Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], inside=inside) as job:
-            start_on_two_hosts(job, cable)
-            job.wait_for(lambda: last_step(job, "r2") >= 2, "the first steps")
-            # In the ring r0, r1, r2 neighbours on one host share memory, and other neighbours use TCP.
-            assert links(job, "r0") == ("shm", "tcp") and links(job, "r2") == ("tcp", "tcp")
-            cable.pull()
-            goes_on_without_r2(job)
-            cable.plug()
-            has_r2_again(job)
-            cable.lose(0)
-            goes_on_without_r2(job)
-            cable.lose_nothing(0)
-            has_r2_again(job)
-            finish_and_check(job, STEPS)
-            assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
+    with (
+        Cable() as cable,
+        Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], network=cable.names[0]) as job,
+    ):
+        start_on_two_hosts(job, cable)
+        job.wait_for(lambda: last_step(job, "r2") >= 2, "the first steps")
+        # In the ring r0, r1, r2 neighbours on one host share memory, and other neighbours use TCP.
+        assert links(job, "r0") == ("shm", "tcp") and links(job, "r2") == ("tcp", "tcp")
+        cable.pull()
+        goes_on_without_r2(job)
+        cable.plug()
+        has_r2_again(job)
+        cable.lose(0)
+        goes_on_without_r2(job)
+        cable.lose_nothing(0)
+        has_r2_again(job)
+        finish_and_check(job, STEPS)
+        assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
 
 
 def test_a_host_that_loses_large_packets_is_left_out_until_they_pass(zygote, tmp_path):
     """Small packets pass: every heartbeat, vote and greeting arrives."""
     environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.05", "TINY_WIDTH": "1024"}
-    with Cable() as cable:
-        inside = ("ip", "netns", "exec", cable.names[0])
-        with Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], inside=inside) as job:
-            start_on_two_hosts(job, cable)
-            job.wait_for(lambda: last_step(job, "r2") >= 2, "the first steps")
-            cable.lose_large()
-            goes_on_without_r2(job)
-            why = job.events("r0", "epoch")[-1]["reason"]
-            assert why == "r2 evicted: it and r0, r1 cannot exchange messages of 16384 bytes"
-            lost = "small messages pass between it and r0, r1, and messages of 16384 bytes are lost"
-            job.wait_for(lambda: lost in str(job.events("r2", "kept-out")), "the leader's sentence")
-            at = last_step(job, "r0")
-            job.wait_for(lambda: last_step(job, "r0") > at + 10, "steps while r2 may not join")
-            for side in (0, 1):
-                cable.lose_nothing(side)
-            has_r2_again(job)
-            finish_and_check(job, STEPS)
-            whole = ["r0", "r1", "r2"]
-            assert rosters(job) == [whole, ["r0", "r1"], whole], "one stall, and one return"
-            assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
+    with (
+        Cable() as cable,
+        Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], network=cable.names[0]) as job,
+    ):
+        start_on_two_hosts(job, cable)
+        job.wait_for(lambda: last_step(job, "r2") >= 2, "the first steps")
+        cable.lose_large()
+        goes_on_without_r2(job)
+        why = job.events("r0", "epoch")[-1]["reason"]
+        assert why == "r2 evicted: it and r0, r1 cannot exchange messages of 16384 bytes"
+        lost = "small messages pass between it and r0, r1, and messages of 16384 bytes are lost"
+        job.wait_for(lambda: lost in str(job.events("r2", "kept-out")), "the leader's sentence")
+        at = last_step(job, "r0")
+        job.wait_for(lambda: last_step(job, "r0") > at + 10, "steps while r2 may not join")
+        for side in (0, 1):
+            cable.lose_nothing(side)
+        has_r2_again(job)
+        finish_and_check(job, STEPS)
+        whole = ["r0", "r1", "r2"]
+        assert rosters(job) == [whole, ["r0", "r1"], whole], "one stall, and one return"
+        assert job.starts == {"r0": 1, "r1": 1, "r2": 1}
 
 
 def test_members_do_not_wait_for_the_state_of_a_newcomer_that_loses_large_packets(zygote, tmp_path):
     """Without replay the others stand still while r2 fetches its state, at most FABRIC_EXCHANGE_S."""
     environment = {"TINY_STEPS": str(STEPS), "TINY_STEP_S": "0.05", "TINY_WIDTH": "1024"}
     environment |= {"FABRIC_DIGEST_EVERY": "drift", "FABRIC_EXCHANGE_S": "900"}
-    with Cable() as cable:
-        inside = ("ip", "netns", "exec", cable.names[0])
-        with Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], inside=inside) as job:
-            start_on_two_hosts(job, cable)
-            job.wait_for(lambda: last_step(job, "r2") >= 2, "the first steps")
-            job.kill("r2")
-            goes_on_without_r2(job)
-            more = {"TEST_NETNS": cable.names[1], "FABRIC_BIND": ADDRESSES[1]}
-            job.start("r2", f"fetch=wait:{job.folder}/fetch", **more)
-            job.wait_for((job.folder / "fetch.awaited").exists, "the others to wait for r2's state")
-            assert rosters(job)[-1] == ["r0", "r1", "r2"]
-            cable.lose_large()
-            (job.folder / "fetch").touch()
-            goes_on_without_r2(job)
-            why = job.events("r0", "epoch")[-1]["reason"]
-            assert why == "r2 evicted: it and r0, r1 cannot exchange messages of 16384 bytes"
-            for side in (0, 1):
-                cable.lose_nothing(side)
-            has_r2_again(job)
-            job.finish()
-            assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
+    with (
+        Cable() as cable,
+        Job(zygote, tmp_path, environment=environment, bind=ADDRESSES[0], network=cable.names[0]) as job,
+    ):
+        start_on_two_hosts(job, cable)
+        job.wait_for(lambda: last_step(job, "r2") >= 2, "the first steps")
+        job.kill("r2")
+        goes_on_without_r2(job)
+        more = {"TEST_NETNS": cable.names[1], "FABRIC_BIND": ADDRESSES[1]}
+        job.start("r2", f"fetch=wait:{job.folder}/fetch", **more)
+        job.wait_for((job.folder / "fetch.awaited").exists, "the others to wait for r2's state")
+        assert rosters(job)[-1] == ["r0", "r1", "r2"]
+        cable.lose_large()
+        (job.folder / "fetch").touch()
+        goes_on_without_r2(job)
+        why = job.events("r0", "epoch")[-1]["reason"]
+        assert why == "r2 evicted: it and r0, r1 cannot exchange messages of 16384 bytes"
+        for side in (0, 1):
+            cable.lose_nothing(side)
+        has_r2_again(job)
+        job.finish()
+        assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
 
 
 def test_hosts_of_one_name_train_together_without_an_advertised_address(zygote, tmp_path):
     """Both hosts have this machine's name, which names neither of them, as after a clone."""
     with Cable() as cable:
-        inside = ("ip", "netns", "exec", cable.names[0])
         given = {"TINY_STEPS": "20", "FABRIC_BIND": "0.0.0.0"}
-        with Job(zygote, tmp_path, 2, environment=given, bind=ADDRESSES[0], inside=inside) as job:
+        with Job(zygote, tmp_path, 2, environment=given, bind=ADDRESSES[0], network=cable.names[0]) as job:
             for replica, name in zip(("r0", "r1"), cable.names, strict=True):
                 job.start(replica, TEST_NETNS=name)
             job.finish()

@@ -18,7 +18,6 @@ import signal
 import sys
 
 import forked_processes
-import namespaces
 import odd_trainer  # noqa: F401  (imported before any fork, like everything that imports torch)
 import sharded_trainer  # noqa: F401
 import tiny_trainer  # noqa: F401
@@ -34,10 +33,9 @@ def child(request: dict) -> None:
     os.environ.update(request["environment"])
     code = 1
     try:
-        if "TEST_NETNS" in os.environ:
-            namespaces.enter(os.environ["TEST_NETNS"])
-        else:
-            forked_processes.fork_checkpoint_servers(os.environ[forked_processes.ADDRESS])
+        if forked_processes.NETWORK in os.environ:
+            forked_processes.enter_network(os.environ[forked_processes.NETWORK])
+        forked_processes.fork_checkpoint_servers(os.environ[forked_processes.ADDRESS])
         importlib.import_module(os.environ.get("TEST_TRAINER", "tiny_trainer")).main()
         code = 0
     except SystemExit as error:

@@ -5,12 +5,21 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
-from lighthouse_support import DEADLINE_S, WireMember, close_all, get, headers, post, start_job
+from forked_processes import ForkedProcess, start_supervisor
+from lighthouse_support import (
+    DEADLINE_S,
+    WireMember,
+    close_all,
+    get,
+    headers,
+    post,
+    start_job,
+    wait_for,
+)
 from protocol.test_leader import runs, started
 from test_absences import Watched
 
@@ -21,14 +30,13 @@ from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 
 
-def launch(
-    lighthouse, job: str, script, *options: str, stdout: int = subprocess.DEVNULL
-) -> "subprocess.Popen[bytes]":
+def launch(lighthouse, job: str, script) -> ForkedProcess:
+    """Start a launcher, whose output goes to a file beside ``script``."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
     named = ["--job", job, "--replica", "r3", "--lighthouse", lighthouse.url]
-    own = [sys.executable, "-m", "fabric.cli.main", "launch", *named, "--token-file", lighthouse.token_file]
-    command = [*own, *options, "--no-python", sys.executable, script]
-    return subprocess.Popen(command, env=plain, stdout=stdout, stderr=subprocess.DEVNULL)
+    command = ["launch", *named, "--token-file", str(lighthouse.token_file), "--no-python", sys.executable]
+    with script.with_suffix(".log").open("wb") as log:
+        return start_supervisor(*command, str(script), log=log, environment=plain)
 
 
 async def look(http, lighthouse, job: str) -> dict:
@@ -170,9 +178,9 @@ async def test_the_last_line_of_a_failed_attempt_is_told(lighthouse, http, job, 
 
 
 async def test_a_launcher_that_a_signal_ends_is_seen(lighthouse, http, job, script, members):
-    script.write_text("import signal; print(7, flush=True); signal.pause()\n")
-    launcher = launch(lighthouse, job, script, stdout=subprocess.PIPE)
-    assert launcher.stdout.readline() == b"7\n"
+    script.write_text("import signal; print('ready', flush=True); signal.pause()\n")
+    launcher = launch(lighthouse, job, script)
+    wait_for(lambda: "ready\n" in script.with_suffix(".log").read_text(), "the rank to run")
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(DEADLINE_S) == 128 + signal.SIGTERM
     (absent,) = (await look(http, lighthouse, job))["absent"]

@@ -5,13 +5,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
-from forked_processes import run_python
+from forked_processes import ForkedProcess, run_python, start_supervisor
 from lighthouse_support import DEADLINE_S, LighthouseProcess, headers, wait_for
 from rich.console import Console
 
@@ -38,9 +38,9 @@ class Hosts:
 
     def __init__(self, lighthouse, job: str, folder) -> None:
         self.lighthouse, self.job = lighthouse, job
-        self.script, self.notes = folder / "rank.py", folder / "notes"
+        self.script, self.notes, self.folder = folder / "rank.py", folder / "notes", folder
         self.script.write_text(RANK)
-        self.launchers: dict[str, subprocess.Popen[str]] = {}
+        self.launchers: dict[str, ForkedProcess] = {}
 
     def start(
         self,
@@ -55,15 +55,13 @@ class Hosts:
         own |= {"FABRIC_ADVERTISE": advertise} if advertise else {}
         named = ["--job", self.job, "--lighthouse", self.lighthouse.url]
         named += ["--replica", replica] if replica else []
-        command = [sys.executable, "-m", "fabric.cli.main", "launch", *named]
-        command += ["--token-file", self.lighthouse.token_file, *options]
-        self.launchers[host] = subprocess.Popen(
-            [*command, "--no-python", sys.executable, str(self.script)],
-            env={**plain, **own},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = ["launch", *named, "--token-file", str(self.lighthouse.token_file), *options]
+        command += ["--no-python", sys.executable, str(self.script)]
+        with self.log(host).open("wb") as log:
+            self.launchers[host] = start_supervisor(*command, log=log, environment={**plain, **own})
+
+    def log(self, host: str) -> Path:
+        return self.folder / f"{host}.log"
 
     def rows(self, attempt: int | None = None) -> list[dict]:
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
@@ -99,7 +97,7 @@ def gathered(hosts: Hosts):
         for launcher in hosts.launchers.values():
             launcher.terminate()
         for launcher in hosts.launchers.values():
-            launcher.communicate(timeout=DEADLINE_S)
+            launcher.wait(DEADLINE_S)
 
 
 @pytest.fixture
@@ -149,10 +147,7 @@ def test_a_spare_host_takes_the_place_of_a_killed_one(hosts):
         hosts.start(f"host-{number}", *NODES, "--node", str(number), play=play)
     hosts.until_run(4, 0)
     hosts.start("host-2", *NODES, "--node", "spare", play=play, replica="")
-    said = hosts.launchers["host-2"].stderr.readline()
-    while "stands by" not in said:
-        assert said, "the spare host has ended"
-        said = hosts.launchers["host-2"].stderr.readline()
+    wait_for(lambda: "stands by" in hosts.log("host-2").read_text(), "the spare host to stand by")
     hosts.launchers["host-0"].kill()
     again = hosts.until_run(4, 1)
     assert [row["HOST"] for row in again] == ["host-2", "host-2", "host-1", "host-1"]

@@ -31,9 +31,7 @@ class QuietWorld(World):
         if self.clockwork.seed % 2 and self.settings.replicas > self.settings.min_replicas + 1:
             self.faults.over = False
             self.faults.strike("drain", "r0")
-            self._demand(
-                "one has been drained", HEAL_LIMIT_S, lambda: any(h.drained for h in self.hosts.values())
-            )
+            self._demand("one has been drained", HEAL_LIMIT_S, self._is_one_drained)
         self.until = max(t.main.step for t in self.living()) + 3
         self._demand("everybody finishes", HEAL_LIMIT_S, self._is_finished)
 

@@ -350,6 +350,22 @@ def test_a_copy_beside_user_code_is_served_when_it_has_been_checked(taken, keepe
     assert served(handle) == [1]
 
 
+def test_a_copy_that_outlasts_user_code_is_served_before_the_trainer_waits_for_others(
+    taken, keeper, model, slow
+):
+    """The others may need this state to go on: a copy that is served after the round would come too late."""
+    snapshots, handle = taken
+    done = threading.Event()
+    snapshots.start(ref(1), keeper.submit, lambda event: done.set())
+    snapshots.expose()
+    trainer = threading.Thread(target=snapshots.settle)
+    trainer.start()
+    slow.set()
+    trainer.join(30)
+    assert done.wait(30)
+    assert served(handle) == [1]
+
+
 def test_a_guard_touches_few_bytes_all_over_a_tensor():
     tensor = torch.zeros(1 << 20)
     view = StateView(b"", tuple((f"t{i}", tensor) for i in range(4)), 0, 1)

@@ -622,12 +622,20 @@ class Snapshots:
             self._taking.expose()
 
     def settle(self) -> None:
-        """Check a complete copy, and let the server serve it. Raises StateError as ``wait_copied`` does.
+        """Check the copy, and let the server serve it. Raises StateError as ``wait_copied`` does.
 
-        The calling thread is the trainer's, before its update, while no user code runs.
+        The calling thread is the trainer's, while no user code runs and before it waits for the others. The
+        others may need this very state. So a copy on the host is awaited here, as ``wait_copied`` awaits it.
         """
-        if self._taking is not None and self._taking.copied.is_set():
+        if self._taking is not None and not self._on_device:
+            self._await_copy(self._taking)
             self._settle(self._taking)
+
+    def _await_copy(self, taking: PendingSnapshot) -> None:
+        if not taking.copied.is_set() and taking.wait_begun():
+            self._copier.fence()
+            if not self._on_device:
+                taking.copied.wait()
 
     def _settle(self, taking: PendingSnapshot) -> None:
         if taking.settled:
@@ -665,10 +673,7 @@ class Snapshots:
         """
         taking = self._taking
         if taking is not None:
-            if not taking.copied.is_set() and taking.wait_begun():
-                self._copier.fence()
-                if not self._on_device:
-                    taking.copied.wait()
+            self._await_copy(taking)
             is_over = taking.ended.is_set()
             self._settle(taking)
             taking.demand_unchanged()

@@ -73,7 +73,7 @@ class Replay:
         self._progress.source = ", ".join(sorted(fetched.sources)) or "this host"
         # A state that came from another kind of device has another name here.
         if not fetched_state.resharded and part_digest(fetched.manifest) == digest:
-            self._parts.snapshots.serve(fetched_state.slot, fetched.manifest)
+            self._parts.snapshots.serve(fetched_state.slot, fetched.manifest, fetched.seconds)
         self._replayed = 0
         self._parts.journal.write(
             "join",

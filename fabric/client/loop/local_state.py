@@ -77,16 +77,15 @@ class LocalState:
 
     @property
     def may_yield(self) -> bool:
-        """Whether heavy work may run at low priority.
+        """Whether heavy work may run at low priority, because no other member waits for this one.
 
         Not on a device, which needs little of the processor. Not if this replica's ranks would wait for it.
         """
-        return self._process.group is None and not self._on_device
+        return self._process.group is None and not self._on_device and not self._engine.is_listed
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work``, run at low priority while no other member waits for this one."""
-        alone = self._progress.behind or not self._engine.epoch
-        return run_low_priority(work) if self.may_yield and alone else work()
+        return run_low_priority(work) if self.may_yield else work()
 
     def digest(self) -> str:
         """Return the digest of the shared state as it is now."""

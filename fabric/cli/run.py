@@ -162,13 +162,9 @@ def _import() -> None:
     gc.disable()  # nearly all objects of an import stay: the collector would take a fifth of the time
     for name in ("torch", "fabric.client"):
         run_low_priority(functools.partial(importlib.import_module, name))
-    run_low_priority(_make_optimizer)
+    torch = importlib.import_module("torch")
+    # A process's first optimizer imports torch's compiler, which takes as long as torch itself.
+    run_low_priority(lambda: torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1))
     # Some 300,000 objects: the garbage collector and the searches of all living objects need not see them.
     gc.freeze()
     gc.enable()
-
-
-def _make_optimizer() -> None:
-    """Import torch's compiler as a process's first optimizer does: it takes as long as torch itself."""
-    torch = importlib.import_module("torch")
-    torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)

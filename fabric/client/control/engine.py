@@ -39,7 +39,6 @@ from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.plane import DataPlane
 from fabric.model import Fence, Record, SpeedMeasurement, first_of, incident_id_of
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.network import CommitVote, Contribution
 from fabric.protocol.messages.rank_messages import NameSnapshot, RankEvent
@@ -262,11 +261,6 @@ class Engine:
     def epoch(self) -> int:
         """The epoch in force here, 0 before the first."""
         return self.current.epoch if self.current is not None else 0
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether a roster lists this process, so that other members may wait for it."""
-        return self.member is not None and self.member.epochs.mode is not Mode.OUTSIDE
 
     @property
     def newest(self) -> Record | None:

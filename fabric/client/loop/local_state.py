@@ -20,6 +20,7 @@ from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.state.mutation_guard import small_entries, tensor_entries
 from fabric.errors import IntegrityError, SessionOver
 from fabric.model import DataPlan, SnapshotRef
+from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import SnapshotDue
 from fabric.protocol.rules.divergence import Entries
@@ -81,7 +82,9 @@ class LocalState:
 
         Not on a device, which needs little of the processor. Not if this replica's ranks would wait for it.
         """
-        return self._process.group is None and not self._on_device and not self._engine.is_listed
+        member = self._engine.member
+        outside = member is None or member.epochs.mode is Mode.OUTSIDE
+        return self._process.group is None and not self._on_device and outside
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work``, run at low priority while no other member waits for this one."""

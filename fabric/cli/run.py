@@ -56,7 +56,7 @@ def run_program(words: list[str]) -> None:
     # Numpy starts threads when it is imported, and numpy's threads keep the priority that they start with.
     importlib.import_module("numpy")
     try:
-        run_low_priority(_import)
+        _import()
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None
     try:
@@ -152,9 +152,12 @@ def _ask() -> str:
 
 def _import() -> None:
     """Import the modules that take most of a trainer's first seconds."""
-    importlib.import_module("fabric.client")
+    gc.disable()  # nearly all objects of an import stay: the collector would take a fifth of the time
+    for name in ("torch", "fabric.client"):
+        run_low_priority(functools.partial(importlib.import_module, name))
     torch = importlib.import_module("torch")
     # A process's first optimizer imports torch's compiler, which takes as long as torch itself.
-    torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)
+    run_low_priority(lambda: torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1))
     # Some 300,000 objects: the garbage collector and the searches of all living objects need not see them.
     gc.freeze()
+    gc.enable()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,10 +12,9 @@ from typing import TypeVar
 # tenth. At 10 the fetch of a joining member on a crowded host would hardly move, and it would never catch up.
 BACKGROUND = 5
 LOW_PRIORITY = 10
-# A host is crowded where low-priority work has waited for a processor this many times as long as it ran.
-# Waits of less than _LEAST_WAIT_S together do not count: the work waits during a training step, and runs
-# between steps.
-_CROWDED, _LEAST_WAIT_S = 2.0, 2.0
+# A host is crowded where low-priority work has waited this long for a processor, in all of a process. Its
+# further waits would cost a join more than they spare the others.
+_MOST_WAIT_S = 2.0
 
 _T = TypeVar("_T")
 
@@ -31,49 +31,43 @@ class LowPriorityRunner:
 
     Each call gets a thread of niceness ``LOW_PRIORITY`` that ends with it. A thread cannot raise its priority
     again, so no thread that is needed later may do such work. On a crowded host, where the work would take
-    for ever, the caller does it.
+    for ever, the caller does it. So divide long work into several calls.
     """
 
     def __init__(self) -> None:
-        self._ran_s = self._waited_s = 0.0
+        self._waited_s = 0.0
 
     @property
     def crowded(self) -> bool:
-        """Whether low-priority work has so far got less than a third of a processor."""
-        return self._waited_s > max(_LEAST_WAIT_S, _CROWDED * self._ran_s)
+        """Whether low-priority work has waited for too long so far."""
+        return self._waited_s > _MOST_WAIT_S
 
     def __call__(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` and return its result, or raise its error; the calling thread waits."""
         if self.crowded:
             return work()
-        result: list[_T] = []
-        error: list[BaseException] = []
+        future: Future[_T] = Future()
 
         def run() -> None:
             lower_priority(LOW_PRIORITY)
             try:
-                result.append(work())
-            except BaseException as caught:  # noqa: BLE001  (raised in the caller's thread)
-                error.append(caught)
-            ran_s, waited_s = _ran_and_waited()
-            self._ran_s += ran_s
-            self._waited_s += waited_s
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001  (raised in the caller's thread)
+                future.set_exception(error)
+            self._waited_s += _waited_s()
 
         thread = threading.Thread(target=run, name="fabric-low-priority", daemon=True)
         thread.start()
         thread.join()
-        if error:
-            raise error[0]
-        return result[0]
+        return future.result()
 
 
-def _ran_and_waited() -> tuple[float, float]:
-    """Return the seconds for which this thread had a processor, and waited for one; zeros where unknown."""
+def _waited_s() -> float:
+    """Return for how long this thread has waited for a processor; 0 where unknown."""
     try:
-        ran, waited, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
-    except (OSError, ValueError):
-        return 0.0, 0.0
-    return ran / 1e9, waited / 1e9
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 run_low_priority = LowPriorityRunner()  # shared: a host is crowded for the whole process

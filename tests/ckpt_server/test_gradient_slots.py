@@ -1,14 +1,23 @@
-"""The number of published gradients that a newcomer gets: the trainer's slots with a real checkpoint
-server.
+"""The slots of a trainer with a real checkpoint server: how many published gradients a newcomer gets, and
+that no slot is overwritten before its round is applied.
 """
 
+import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from server_support import fetch
 
+from fabric.ckpt_server.fetch.fetcher import GradientMeta
 from fabric.client.gradients.gradient_slots import GradientSlots
+from fabric.client.state import fetch_thread
+from fabric.client.state.fetch_thread import FetchThread
+from fabric.errors import StateError
 from fabric.ftar.host.cpu_ring import CpuRing
+from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.member_events import PreparedRound
 
 NBYTES = 1024
@@ -36,7 +45,7 @@ def test_the_first_rounds_get_their_slots(attach, plane):
     run(slots, 0, 10)
     assert [slots.handle.descriptor("gradient", index) for index in range(3)] == reserved
     assert not slots.handle.holds("gradient", 3, 1)
-    assert served(slots, range(10)) == [8, 9]
+    assert held_steps(slots, range(10)) == [8, 9]
 
 
 def test_rounds_go_on_while_the_server_allocates_a_large_slot(attach, plane):
@@ -53,7 +62,7 @@ def test_rounds_go_on_while_the_server_allocates_a_large_slot(attach, plane):
     with slots.handle._lock:  # hold the lock for as long as the server needs for its answer
         trainer.start()
         trainer.join(timeout=20)
-    assert told == [True] * 6 and served(slots, range(6)) == [4, 5]
+    assert told == [True] * 6 and held_steps(slots, range(6)) == [4, 5]
 
 
 class LateEvent:
@@ -78,11 +87,11 @@ def test_a_gradient_is_not_published_while_the_device_still_copies_it(attach, pl
     assert not slots.label(1, held)
     publishing = threading.Thread(target=lambda: slots.publish(1, held), daemon=True)
     publishing.start()
-    assert served(slots, range(1)) == []
+    assert held_steps(slots, range(1)) == []
     slot.buffer[:] = 5
     event.happened.set()
     publishing.join(timeout=20)
-    assert served(slots, range(1)) == [0] and slot.copied is None
+    assert held_steps(slots, range(1)) == [0] and slot.copied is None
 
 
 def test_a_late_publication_does_not_label_the_round_of_another_epoch(attach, plane):
@@ -94,7 +103,7 @@ def test_a_late_publication_does_not_label_the_round_of_another_epoch(attach, pl
     redone.buffer[:] = 6  # half of the buffer is reduced when the other thread reads it
     slots.publish(1, old)
     assert not slots.label(1, old)
-    assert served(slots, range(10)) == [] and not redone.published
+    assert held_steps(slots, range(10)) == [] and not redone.published
     new = PreparedRound(2, 5, f"{6:032x}", 1.0, (("r0", (0,)),))
     slots.publish(2, new)
     (row,) = fetch(slots.handle.url, "/v1/gradients").json
@@ -114,10 +123,76 @@ def test_a_round_may_come_before_all_memory_is_there(attach, plane):
     run(slots, 0, 2)
     slots.reserve()
     run(slots, 2, 6)
-    assert not slots.handle.holds("gradient", 3, 1) and served(slots, range(6)) == [4, 5]
+    assert not slots.handle.holds("gradient", 3, 1) and held_steps(slots, range(6)) == [4, 5]
 
 
-def served(slots: GradientSlots, steps: range) -> list[int]:
+FETCHED = 255  # fills the gradients that are fetched; the rounds fill theirs with other numbers
+ACTS = ["round", "fetch", "commit", "apply", "publish", "reserve", "listen", "lost-server"]
+
+
+class OneMember:
+    """A member's rounds, fetches and publications, in any order that its core allows.
+
+    The core has at most one round that is not committed. The main thread applies one committed round at a
+    time. Another thread publishes committed rounds as late as it likes, and in order.
+    """
+
+    def __init__(self, slots: GradientSlots) -> None:
+        self.slots = slots
+        self.epoch = self.step = 0
+        self.needed: dict[int, int] = {}  # step -> the content of its slot
+        self.committed: PreparedRound | None = None  # the main thread has not applied it yet
+        self.late: list[PreparedRound] = []
+        source = SimpleNamespace(fetch_gradient=self._fetched, cancel=lambda: None)
+        loader = SimpleNamespace(make_fetcher=lambda: source)
+        self.fetches = FetchThread(loader, NBYTES, SimpleNamespace(hit=lambda *_: None), pytest.fail)
+
+    def _fetched(self, urls, *, step, into, **_) -> GradientMeta:
+        into[:] = bytes([FETCHED]) * NBYTES
+        return GradientMeta(1, step, 1, 1.0, "ab", "", NBYTES, {}, "http://b")
+
+    def act(self, act: str) -> None:
+        match act:
+            case "round":  # the first of a step, or its next one after an abort
+                self.epoch += 1
+                self.needed[self.step] = self.epoch % FETCHED
+                self.slots.for_round(self.epoch, self.step).buffer[:] = self.epoch % FETCHED
+            case "fetch":  # this member is behind the round: it replays the steps before
+                self.fetches.fetch_gradient(io.FetchGradient(1, self.step, ("http://b",)), lambda _: None)
+            case "commit" if self.step in self.needed and self.committed is None:
+                self.committed = PreparedRound(self.epoch, self.step, f"{self.step:032x}", 1.0, ())
+                self.step += 1
+                if not self.slots.label(1, self.committed):
+                    self.late.append(self.committed)
+            case "apply" if self.committed is not None:
+                del self.needed[self.committed.step]
+                self.committed = None
+            case "publish" if self.late:
+                with contextlib.suppress(StateError):  # there was no server when the round took its slot
+                    self.slots.publish(1, self.late.pop(0))
+                    self.slots.prepare()
+            case "reserve":
+                self.slots.reserve()
+            case "listen":
+                self.slots.listening = not self.slots.listening
+            case "lost-server":
+                self.slots.reset()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(acts=st.lists(st.sampled_from(ACTS), min_size=20, max_size=60))
+def test_the_slot_of_a_round_that_is_not_applied_yet_is_never_given_away(served, plane, monkeypatch, acts):
+    """A replica that replays may hold a round that waits until its own state is there."""
+    at_once = SimpleNamespace(submit=lambda job: job())
+    monkeypatch.setattr(fetch_thread, "Worker", lambda *_, **__: at_once)
+    member = OneMember(GradientSlots(served, NBYTES, "layout", plane))
+    for act in acts:
+        member.act(act)
+        for step, content in member.needed.items():
+            assert set(member.slots.find(step).buffer.tolist()) == {content}, (act, step)
+
+
+def held_steps(slots: GradientSlots, steps: range) -> list[int]:
     held = [row["step"] for row in fetch(slots.handle.url, "/v1/gradients").json]
     return [step for step in steps if step in held]
 
@@ -134,7 +209,7 @@ def test_a_replica_that_catches_up_finds_the_steps_of_a_fetch_whatever_their_siz
 ):
     slots = GradientSlots(attach(), NBYTES, "layout", plane, limit_bytes=limit_bytes)
     run(slots, 0, 20)
-    assert served(slots, range(20)) == [18, 19]
+    assert held_steps(slots, range(20)) == [18, 19]
     slots.listening = True
     run(slots, 20, 40)
-    assert served(slots, range(40)) == list(range(40 - kept, 40))
+    assert held_steps(slots, range(40)) == list(range(40 - kept, 40))

@@ -98,7 +98,7 @@ def test_failed_and_unused_fetches_leave_the_newest_snapshot(fetching, served):
         file = snapshot_file(1000, seed=step)
         slots.append(mine.snapshots.slots.take())
         mine.snapshots.slots.memory(slots[-1], len(file))[: len(file)] = file
-        mine.snapshots.serve(slots[-1], manifest_of(file, step))
+        mine.snapshots.serve(slots[-1], manifest_of(file, step), 0.1)
     file = snapshot_file(3 << 20)
     publish(served, 0, file, 7)
     state, memory = served_state(served, 7), served.allocate("snapshot", 0, len(file))
@@ -111,6 +111,23 @@ def test_failed_and_unused_fetches_leave_the_newest_snapshot(fetching, served):
     own = served_state(mine.handle, 5)
     assert mine.fetch(own, (mine.handle.url,)) == io.StateFetched(5, own.digest)
     assert mine.transfer.take_state().slot == slots[1], "its own memory has this state, which needs no slot"
+
+
+def test_a_new_process_maps_the_memory_that_its_server_has_kept(fetching, attach):
+    mine, file = fetching(), snapshot_file(1000)
+    mine.snapshots.slots.memory(0, len(file))
+    mine.handle.close()
+    slots = SnapshotSlots(attach(incarnation=2), mine.copier)
+    slots.map_next()
+    assert slots.handle.holds("snapshot", 0, len(file))
+
+
+def test_a_loaded_state_counts_as_a_snapshot(fetching):
+    mine, file = fetching(), snapshot_file(1000)
+    slot = mine.snapshots.slots.take()
+    mine.snapshots.slots.memory(slot, len(file))[: len(file)] = file
+    mine.snapshots.serve(slot, manifest_of(file, 4), 0.1)
+    assert not mine.snapshots.is_due(4, pytest.fail) and mine.snapshots.is_due(5, pytest.fail)
 
 
 class TestAServerThatDied:
@@ -126,7 +143,7 @@ class TestAServerThatDied:
         assert mine.fetch(state, (served.url,)) == io.StateFetched(7, state.digest)
         arrived = mine.transfer.take_state()
         assert bytes(arrived.file) == file and mine.handle.pid != before
-        mine.snapshots.serve(arrived.slot, arrived.fetched.manifest)
+        mine.snapshots.serve(arrived.slot, arrived.fetched.manifest, 0.1)
         assert [s["step"] for s in fetch(mine.handle.url, "/v1/snapshots").json] == [7]
 
     def test_a_durable_checkpoint_is_loaded_without_a_server(self, fetching, tmp_path):

@@ -37,7 +37,7 @@ OPTIMIZERS = {
 @pytest.fixture(autouse=True)
 def not_crowded(monkeypatch):
     """Pretend that the host is not crowded, because these tests are about threads, not about load."""
-    monkeypatch.setattr(priority, "_ran_and_waited", lambda: (0.0, 0.0))
+    monkeypatch.setattr(priority, "_waited_s", lambda: 0.0)
     monkeypatch.setattr(run_low_priority, "_waited_s", 0.0)
 
 

@@ -379,6 +379,14 @@ RULES = (
         "if False:",
         "protocol/test_member.py::test_a_newcomer_replays_published_steps",
     ),
+    Mutant(
+        "a newcomer's step waits for the next heartbeat",
+        CatchUp.on_installed,
+        "self._session.hurry()",
+        "pass",
+        "protocol/test_member_beats.py"
+        "::test_a_newcomer_sends_the_step_of_its_state_at_once_because_the_leader_admits_it_by_that",
+    ),
     # ranks
     Mutant(
         "a follower obeys after the end",

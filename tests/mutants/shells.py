@@ -9,6 +9,7 @@ from fabric.client.collectives import calls
 from fabric.client.collectives.collectives import CollectiveMembers, Collectives
 from fabric.client.gradients.bucket_stream import BackwardCount, BucketReadiness, Overlap, SentGradients
 from fabric.client.gradients.exchange_thread import ExchangeThread
+from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.outer.outer_loop import GlobalParameters, JobRounds, OuterLoop, _Updates
 from fabric.client.state.fetch_thread import PieceFetcher
 from fabric.ftar.lanes import FlatPlaces
@@ -84,6 +85,14 @@ SHELLS = (
         "for x in ranks for name",
         "for x in [own] for name",
         "client/test_unequal_limits.py::test_a_rank_without_the_buffers_knows_the_places_of_those_of_other_ranks",
+    ),
+    Mutant(
+        "a new server costs a round that is not applied its slot",
+        GradientSlots.reset,
+        "by_use[-2:]",
+        "by_use[-1:]",
+        "ckpt_server/test_gradient_slots.py"
+        "::test_the_slot_of_a_round_that_is_not_applied_yet_is_never_given_away",
     ),
     # outer steps
     Mutant(

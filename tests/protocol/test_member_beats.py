@@ -2,7 +2,7 @@
 step.
 """
 
-from protocol.test_member import FIRST, contribution, running, vote
+from protocol.test_member import FIRST, contribution, outside, running, vote
 
 from fabric.model import EarlierStep, StepTimes
 from fabric.protocol.member.rounds import STEP_BEAT_S
@@ -53,6 +53,10 @@ def test_a_long_step_is_sent_at_once():
     assert [beat.step for beat in trainer.said(m.Heartbeat)] == [1]
     trainer.now += STEP_BEAT_S * 1.01
     assert step(trainer, 1) == [2]
+
+
+def test_a_newcomer_sends_the_step_of_its_state_at_once_because_the_leader_admits_it_by_that():
+    assert [beat.step for beat in outside().said(m.Heartbeat)][-1:] == [5]
 
 
 def test_a_digest_is_sent_at_once():

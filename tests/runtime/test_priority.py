@@ -2,7 +2,7 @@
 
 import os
 import threading
-import time
+from pathlib import Path
 
 import pytest
 
@@ -57,26 +57,16 @@ def test_an_error_of_low_priority_work_is_raised_by_its_caller():
         LowPriorityRunner()(fail)
 
 
-@pytest.mark.parametrize(
-    ("ran_s", "waited_s", "crowded"),
-    [(0.1, 1.9, False), (0.5, 2.1, True), (2.0, 3.9, False), (2.0, 4.1, True)],
-)
-def test_the_caller_does_the_work_where_low_priority_work_hardly_gets_a_processor(
-    ran_s, waited_s, crowded, monkeypatch
-):
+@pytest.mark.parametrize(("waited_s", "crowded"), [(1.9, False), (2.1, True)])
+def test_the_caller_does_the_work_where_low_priority_work_waits_for_long(waited_s, crowded, monkeypatch):
     run = LowPriorityRunner()
-    monkeypatch.setattr(priority, "_ran_and_waited", lambda: (ran_s, waited_s))
+    monkeypatch.setattr(priority, "_waited_s", lambda: waited_s)
     assert run(threading.current_thread) is not threading.current_thread()
     assert run.crowded is crowded
     assert (run(threading.current_thread) is threading.current_thread()) is crowded
 
 
-def test_the_kernel_says_how_long_a_thread_had_a_processor():
-    def spin():
-        begun = time.thread_time()
-        while time.thread_time() - begun < 0.02:
-            pass
-        return priority._ran_and_waited()
-
-    ran_s, waited_s = LowPriorityRunner()(spin)
-    assert ran_s >= 0.02 and waited_s >= 0.0
+def test_the_kernel_says_how_long_a_thread_waited_for_a_processor(monkeypatch):
+    assert LowPriorityRunner()(priority._waited_s) >= 0.0
+    monkeypatch.setattr(priority, "Path", lambda _: Path("/nowhere"))
+    assert priority._waited_s() == 0.0

@@ -3,7 +3,7 @@
 import pytest
 from sim import noticing, own_worlds
 
-SEEDS = 120
+SEEDS = 400  # few lose the lighthouse during a join
 
 
 @pytest.mark.parametrize(

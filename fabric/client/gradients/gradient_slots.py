@@ -21,7 +21,7 @@ from fabric.ftar.plane import DataPlane
 from fabric.protocol.messages.member_events import PreparedRound
 
 _LEAST_SLOTS = 3
-_CATCH_UP_SLOTS = 6, 32
+_LEAST_LISTENING, _MOST_LISTENING = 6, 32
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class GradientSlot:
     published: bool = False
     labelled: bool = False  # published through shared memory, without a request to the server
     shared: bool = True  # the buffer lies in the server's memory
-    used: int = 0  # sequence number of the slot's last use; 0: never used
+    used: int = 0  # sequence number of the slot's last use, as a cold start goes back to lower steps; 0: none
     bytes_digest: str = ""  # digest of the buffer, where the round's digest covers more than the buffer
     absent: frozenset[str] = frozenset()  # the parameters for which no member of the round has a gradient
     copied: CudaEvent | None = None  # the event at which the device has copied the result to the buffer
@@ -98,8 +98,7 @@ class GradientSlots:
             slot = self._allocate(next(i for i in range(len(used) + 1) if i not in used))
             self._slots.append(slot)
             return slot
-        oldest = self._oldest()
-        slot = self._slots[oldest]
+        oldest, slot = min(enumerate(self._slots), key=lambda x: x[1].used)
         if slot.shared and not slot.used:
             return slot  # the slot was never published, so the server need not withdraw it
         if slot.shared:
@@ -127,14 +126,8 @@ class GradientSlots:
 
     def _is_full(self) -> bool:
         """Whether the next round reuses an existing slot."""
-        least, most = _CATCH_UP_SLOTS
-        listening = max(least, min(most, self.limit_bytes // max(self.nbytes, 1)))
+        listening = max(_LEAST_LISTENING, min(_MOST_LISTENING, self.limit_bytes // max(self.nbytes, 1)))
         return len(self._slots) >= (listening if self.listening else _LEAST_SLOTS)
-
-    def _oldest(self) -> int:
-        """Return the slot used least recently, which steps do not show: a cold start goes back to lower
-        steps."""
-        return min(range(len(self._slots)), key=lambda i: self._slots[i].used)
 
     def _allocate(self, index: int, private: torch.Tensor | None = None) -> GradientSlot:
         """Make a slot in the server's memory, or in ``private`` memory while there is no server."""
@@ -169,10 +162,10 @@ class GradientSlots:
                 raise StateError(f"the gradient of step {held.step} is not published: there was no server")
             following = self._following(slot)
             then_begin = following.index if following is not None else -1
-            gradient = self._description(generation, held, slot)
-            self.handle.publish_gradient(slot.index, gradient, _meta(held, slot), then_begin=then_begin)
-            if following is not None:
-                self._prepared = following
+            self.handle.publish_gradient(
+                slot.index, *self._described(generation, held, slot), then_begin=then_begin
+            )
+            self._prepared = following or self._prepared
 
     def label(self, generation: int, held: PreparedRound) -> bool:
         """Publish through shared memory, without a request to the server; never wait. Raises FabricError.
@@ -188,8 +181,7 @@ class GradientSlots:
                 return False
             if slot.copied is not None and not slot.copied.done():
                 return False
-            gradient = self._description(generation, held, slot)
-            if not self.handle.publish_via_shm(slot.index, gradient, _meta(held, slot)):
+            if not self.handle.publish_via_shm(slot.index, *self._described(generation, held, slot)):
                 return False
             slot.published = slot.labelled = True
             following = self._following(slot)
@@ -203,12 +195,15 @@ class GradientSlots:
 
     def _following(self, slot: GradientSlot) -> GradientSlot | None:
         """Return the next round's slot, if it can and must be withdrawn when ``slot`` is published."""
-        following = self._slots[self._oldest()]
+        following = min(self._slots, key=lambda s: s.used)
         ahead = slot.used == self._uses and self._prepared is None and self._is_full()
         return following if ahead and following.shared and following is not slot else None
 
-    def _description(self, generation: int, held: PreparedRound, slot: GradientSlot) -> PublishedGradient:
-        return PublishedGradient(
+    def _described(
+        self, generation: int, held: PreparedRound, slot: GradientSlot
+    ) -> tuple[PublishedGradient, dict[str, Any]]:
+        """Return the gradient's description, and the metadata that the server sends with it."""
+        gradient = PublishedGradient(
             generation=generation,
             step=held.step,
             epoch=held.epoch,
@@ -217,6 +212,12 @@ class GradientSlots:
             weight=held.weight,
             layout=self.layout,
         )
+        return gradient, {
+            "contributions": {name: list(ids) for name, ids in held.contributions},
+            "metrics": dict(held.metrics),
+            **({"nonfinite": held.nonfinite} if held.nonfinite else {}),
+            **({"round_digest": held.gradient_digest} if slot.bytes_digest else {}),
+        }
 
     def find(self, step: int) -> GradientSlot:
         """Return the slot of the newest round of ``step``."""
@@ -238,23 +239,14 @@ class GradientSlots:
     def reset(self) -> None:
         """Prepare for a new server.
 
-        This trainer may still read the newest steps' slots, so these slots stay mapped until overwritten.
+        This trainer may still read the slots of the last two steps, so these stay mapped until overwritten.
         """
         with self._lock:
             self._prepared = None
-            for slot in self._slots:
-                if slot.used <= self._uses - 2:
-                    self.plane.unregister(slot.buffer)
-            self._slots = [s for s in self._slots if s.used > self._uses - 2]
+            # A step may have had several rounds, all in one slot: count slots, and not rounds.
+            by_use = sorted(self._slots, key=lambda s: s.used)
+            for slot in by_use[:-2]:
+                self.plane.unregister(slot.buffer)
+            self._slots = by_use[-2:]
             for slot in self._slots:
                 slot.shared = False
-
-
-def _meta(held: PreparedRound, slot: GradientSlot) -> dict[str, Any]:
-    """Return the metadata of a gradient, which the server sends with the gradient's description."""
-    return {
-        "contributions": {name: list(ids) for name, ids in held.contributions},
-        "metrics": dict(held.metrics),
-        **({"nonfinite": held.nonfinite} if held.nonfinite else {}),
-        **({"round_digest": held.gradient_digest} if slot.bytes_digest else {}),
-    }

@@ -20,6 +20,7 @@ from fabric.client.gradients.gradient_backend import HostBackend
 from fabric.client.state.mutation_guard import MutationGuard, small_entries, tensor_entries
 from fabric.errors import IntegrityError, SessionOver
 from fabric.model import DataPlan, SnapshotRef
+from fabric.protocol.member.state import Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import SnapshotDue
 from fabric.protocol.rules.divergence import Entries
@@ -77,16 +78,17 @@ class LocalState:
 
     @property
     def may_yield(self) -> bool:
-        """Whether heavy work may run at low priority.
+        """Whether heavy work may run at low priority, because no other member waits for this one.
 
         Not on a device, which needs little of the processor. Not if this replica's ranks would wait for it.
         """
-        return self._process.group is None and not self._on_device
+        member = self._engine.member
+        outside = member is None or member.epochs.mode is Mode.OUTSIDE
+        return self._process.group is None and not self._on_device and outside
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work``, run at low priority while no other member waits for this one."""
-        alone = self._progress.behind or not self._engine.epoch
-        return run_low_priority(work) if self.may_yield and alone else work()
+        return run_low_priority(work) if self.may_yield else work()
 
     def digest(self) -> str:
         """Return the digest of the shared state as it is now."""

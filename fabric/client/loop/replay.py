@@ -3,7 +3,8 @@
 The other members keep stepping, and the replay must not slow them down. On the CPU the heavy work runs in
 another thread at low priority (``runtime.priority``), and the main thread waits for it. Heavy work is loading
 and digesting the state, writing a replayed gradient into ``.grad``, and the steps of torch's own optimizers.
-The main thread runs user code and, on a device or in a replica of several ranks, all other work.
+The main thread runs user code and, on a device or in a replica of several ranks, all other work. When a
+roster lists this replica the others wait for it, and all work keeps its priority.
 """
 
 import functools
@@ -73,7 +74,7 @@ class Replay:
         self._progress.source = ", ".join(sorted(fetched.sources)) or "this host"
         # A state that came from another kind of device has another name here.
         if not fetched_state.resharded and part_digest(fetched.manifest) == digest:
-            self._parts.snapshots.serve(fetched_state.slot, fetched.manifest)
+            self._parts.snapshots.serve(fetched_state.slot, fetched.manifest, fetched.seconds)
         self._replayed = 0
         self._parts.journal.write(
             "join",

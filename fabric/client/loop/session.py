@@ -436,6 +436,8 @@ class Session(LoopCalls):
             # If the replicas' initial states differ, a new job may begin from this snapshot.
             self._state.snapshot(generation=0)
         parts.snapshot_worker.submit(parts.slots.reserve)
+        if parts.handle.snapshots:
+            parts.snapshot_worker.submit(parts.snapshots.slots.map_next)
         is_sliced = self._data.until > 0  # else the loop calls ``exchange``
         part = self._data.loader.slice.index if is_sliced else self._process.rank
         agreed = {**data, **more, **settings.agreed}  # settings that must be equal on all members

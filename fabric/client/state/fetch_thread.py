@@ -19,12 +19,6 @@ from fabric.protocol.rules.lanes import HeldParameter, TensorRegion
 from fabric.protocol.rules.layout_text import read_layout
 from fabric.runtime.failpoints import Failpoints
 
-# Puts together this rank's gradient from the published gradients of ranks of another layout.
-#
-# Every rank publishes its flat gradient. This rank reads, from one member, the gradients of the ranks that
-# hold parts of its parameters. It copies those parts to their places in its own flat gradient.
-
-
 # Seconds of waiting for one member's gradient before asking the next member.
 _TURN_S = 1.0
 # The pause before asking all members again: a server that has ended refuses without delay.
@@ -32,7 +26,11 @@ _RETRY_PAUSE_S = 0.05
 
 
 class PieceFetcher:
-    """Reads gradients for the rank of ``lanes``."""
+    """Puts together the gradient of the rank of ``lanes`` from those of ranks of another layout.
+
+    Every rank publishes its flat gradient. This rank reads, from one member, the gradients of the ranks that
+    hold parts of its parameters. It copies those parts to their places in its own flat gradient.
+    """
 
     # Returns the newest record; the engine sets this function.
     newest: Callable[[], Record | None] = staticmethod(lambda: None)
@@ -70,9 +68,8 @@ class PieceFetcher:
                 break
             time.sleep(_RETRY_PAUSE_S)
         text = "; ".join(f"{name}: {error}" for name, error in reasons.items()) or "no member publishes it"
-        if reasons and all(isinstance(error, Gone) for error in reasons.values()):
-            raise Gone(text)
-        raise StateError(text)
+        gone = reasons and all(isinstance(error, Gone) for error in reasons.values())
+        raise (Gone if gone else StateError)(text)
 
     def _from(
         self,
@@ -100,7 +97,8 @@ class PieceFetcher:
             if meta.nbytes != theirs.nbytes or "round_digest" not in meta.meta:
                 raise StateError(f"rank {rank} of {member.replica} publishes another gradient than announced")
             first = first or meta
-            if _round(meta) != _round(first):
+            ours, others = ((x.epoch, x.weight, x.meta["round_digest"]) for x in (meta, first))
+            if ours != others:
                 raise StateError(f"rank {rank} of {member.replica} publishes another round than its rank 0")
             for name, region in parts:
                 self._places.view(flat, name, region).copy_(theirs.view(source, name, region))
@@ -124,10 +122,6 @@ class PieceFetcher:
             for rank, common in [x for x in read if x[1].elements] or read[:1]:
                 parts.setdefault(rank, []).append((own.name, common))
         return parts
-
-
-def _round(meta: GradientMeta) -> tuple[object, ...]:
-    return meta.epoch, meta.weight, meta.meta.get("round_digest")
 
 
 # Seconds of one long poll, within the server's limit. After a poll without result the core asks again.
@@ -169,8 +163,7 @@ class FetchThread:
 
     def _fetch_state(self, order: io.FetchState, post: Callable[[io.Event], None]) -> None:
         self._points.hit("fetch", order.state.step)
-        unused = self.take_state()
-        if unused is not None:
+        if (unused := self.take_state()) is not None:
             self._state_loader.drop(unused)
         try:
             self._state = self._state_loader.load(order, self._fetcher)

@@ -33,7 +33,7 @@ class SnapshotPolicy(Protocol):
     """When a replica snapshots its state without a request. One per process, for one thread at a time.
 
     ``is_due`` is called once at every step boundary, and ``taken`` after every copy and its check, requested
-    ones included. Times are monotonic seconds.
+    ones included, and for a fetched state. Times are monotonic seconds.
     """
 
     def is_due(self, step: int, now: float) -> bool:
@@ -315,6 +315,11 @@ class SnapshotSlots:
         """Return the memory of a slot, of ``nbytes`` or a little more. Raises FabricError."""
         wanted = nbytes if self._holds(slot, nbytes) else nbytes + _SLACK_BYTES
         return self.handle.allocate("snapshot", slot, wanted)
+
+    def map_next(self) -> None:
+        """Map what the server has kept of the next slot's memory, before a state is fetched into it."""
+        with contextlib.suppress(FabricError):
+            self.handle.allocate("snapshot", self._next, 1)
 
     def take(self) -> int:
         """Return the slot to overwrite: the older slot, unless only the newer slot is without readers."""
@@ -695,10 +700,14 @@ class Snapshots:
         """
         self.digests.begin(step, self._taking if copied and not self._on_device else None)
 
-    def serve(self, slot: int, manifest: Mapping[str, Any]) -> None:
-        """Make the server serve the fetched state in ``slot``, which was loaded."""
+    def serve(self, slot: int, manifest: Mapping[str, Any], cost_s: float) -> None:
+        """Make the server serve the fetched state in ``slot``, which was loaded.
+
+        For the policy it is a snapshot that took ``cost_s``, so that the replica's first step copies nothing.
+        """
         with contextlib.suppress(FabricError):  # the server refuses where it serves that slot already
             self.slots.publish(slot, manifest)
+        self._policy.taken(manifest["step"], time.monotonic(), cost_s)
 
     def target(self, nbytes: int, beside: SnapshotRef | None = None) -> tuple[int, memoryview]:
         """Return a slot, and its memory, for a state that is fetched. Raises FabricError.

@@ -105,6 +105,8 @@ class CatchUp:
         self.fetch.doing = ""
         self._memory.state = MemberState(self.fetch.generation, event.step, event.digest)
         self._memory.loaded = event.step
+        if self._epochs.mode is Mode.OUTSIDE:
+            self._session.hurry()  # the leader admits this member by the step that it has told
         newest = self._epochs.newest
         if event.last and newest is not None and self.fetch.generation != newest.generation:
             self._context.stop(

@@ -116,7 +116,11 @@ class FlatGradients:
             (name, p) for name, p in parameters if p.requires_grad
         )
         _check_parameters(self.parameters)
-        self.described = _described(self.parameters)
+        lines = tuple(
+            f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in self.parameters
+        )
+        # One line per parameter, for people, or none where they would be too long for a message.
+        self.described = lines if sum(map(len, lines)) <= _DESCRIPTION_CHARACTERS else ()
         backwards = in_order_of_backward(self.parameters, late)
         presence = "presence", torch.empty(len(backwards), device="meta")
         self.layout = layout_hash([*backwards, presence])
@@ -282,12 +286,6 @@ def layout_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     rows = [_row(name, p) for name, p in parameters]
     text = json.dumps(rows, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(text.encode())
-
-
-def _described(parameters: tuple[NamedParameter, ...]) -> tuple[str, ...]:
-    """Return one line per parameter, for people, or no lines where they would be too long for a message."""
-    lines = tuple(f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in parameters)
-    return lines if sum(map(len, lines)) <= _DESCRIPTION_CHARACTERS else ()
 
 
 def _row(name: str, tensor: torch.Tensor) -> list[object]:

@@ -18,9 +18,10 @@ import torch
 
 from fabric.errors import ConfigError, IllegalTransition, ProtocolError, RoundAborted
 from fabric.ftar import chunk_headers
-from fabric.ftar.chunk_headers import ChunkHeader
+from fabric.ftar.chunk_headers import ChunkHeader, ExchangeSpec
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors, put_together
+from fabric.ftar.ring_schedule import DTYPE_CODES
 from fabric.transport.tcp import sending_s
 
 # The number of aborts kept for epochs whose links have not come yet.
@@ -373,16 +374,21 @@ class EpochPlane(Generic[Links]):
         with self._entered(epoch) as links:
             if parts:
                 links.take_parts(parts, result)
-            self._reduce(links, step, source.detach(), result.detach(), reduction, result_is_stable)
+            spec = ExchangeSpec(
+                epoch,
+                step,
+                self._exchanges.number(epoch, step),
+                links.ring.world,
+                DTYPE_CODES[source.dtype],
+                source.numel(),
+                reduction.code,
+                result_is_stable,
+                reduction.form(source.dtype),
+            )
+            self._reduce(links, spec, source.detach(), result.detach(), reduction)
 
     def _reduce(
-        self,
-        links: Links,
-        step: int,
-        source: torch.Tensor,
-        result: torch.Tensor,
-        reduction: Reduction,
-        result_is_stable: bool,
+        self, links: Links, spec: ExchangeSpec, source: torch.Tensor, result: torch.Tensor, how: Reduction
     ) -> None:
         """Reduce checked tensors over ``links``, without autograd."""
         raise NotImplementedError

@@ -34,9 +34,7 @@ from fabric.protocol.rules.layout_text import read_layout
 # Which part of each parameter lies in this process, and where those parts lie in a flat gradient.
 
 
-def held_parameters(
-    parameters: Iterable[tuple[str, torch.Tensor]],
-) -> tuple[HeldParameter, ...]:
+def held_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> tuple[HeldParameter, ...]:
     """Return the parts of ``parameters`` in this process, in the same order.
 
     Raises ConfigError for a placement whose local tensor is not a part of the parameter.
@@ -80,7 +78,11 @@ class FlatPlaces:
         self._begins: dict[str, int] = {}
         self.presence_begins: dict[str, int] = {}  # the byte at which each parameter's presence begins
         self.nbytes = 0
-        for bucket in lay_out([(held.name, _without_data(held)) for held in row], late=late):
+        shapes = [
+            (x.name, torch.nn.Parameter(torch.empty(x.region.sizes, dtype=dtype_of(x), device="meta"), False))
+            for x in row
+        ]
+        for bucket in lay_out(shapes, late=late):
             at, itemsize = bucket.begin, bucket.dtype.itemsize
             for name, parameter in bucket.parameters:
                 self._begins[name] = at
@@ -105,11 +107,6 @@ class FlatPlaces:
         """Return, as a view of ``flat``, the bytes that tell whether parameter ``name`` has a gradient."""
         begin = self.presence_begins[name]
         return flat[begin : begin + dtype_of(self._held[name]).itemsize]
-
-
-def _without_data(held: HeldParameter) -> torch.nn.Parameter:
-    part = torch.empty(held.region.sizes, dtype=dtype_of(held), device="meta")
-    return torch.nn.Parameter(part, requires_grad=False)
 
 
 # The lanes of one rank in one epoch: its pieces go from its flat gradient to each lane, and back.
@@ -396,14 +393,7 @@ class LanePlane:
         if self._registers:
             self._ring(0).unregister(memory)
 
-    def install(
-        self,
-        ring: Ring,
-        next_socket: socket.socket | None,
-        previous_socket: socket.socket | None,
-        further_next: Sequence[socket.socket] = (),
-        further_previous: Sequence[socket.socket] = (),
-    ) -> None:
+    def install(self, ring: Ring, *_sockets: object, **_further: object) -> None:
         """Raise IllegalTransition: here every link belongs to a lane, see ``install_lane``."""
         raise IllegalTransition(f"epoch {ring.epoch} has lanes: name the lane of every link")
 
@@ -439,15 +429,7 @@ class LanePlane:
         ring.all_reduce(epoch, step, part, reduction=reduction)
         self._waiting_s, self._sending_s = ring.waiting_s, ring.sending_s
 
-    def all_reduce(
-        self,
-        epoch: int,
-        step: int,
-        source: torch.Tensor | Sequence[torch.Tensor],
-        result: torch.Tensor | None = None,
-        reduction: Reduction = SUM,
-        result_is_stable: bool = False,
-    ) -> None:
+    def all_reduce(self, epoch: int, *_buffers: object, **_options: object) -> None:
         """Raise IllegalTransition: here every exchange belongs to a lane, see ``reduce_lane``."""
         raise IllegalTransition(f"epoch {epoch} has lanes: reduce one of them")
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
+from fabric.ftar.chunk_headers import ExchangeSpec
 from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, received
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
@@ -211,7 +212,8 @@ class GroupLinks(EpochLinks):
                 assert self.next is not None
                 host = self.next.getsockname()[0] if self.next.family != socket.AF_UNIX else "127.0.0.1"
                 self._where, kept = self._factory.open_rendezvous(self.ring, host)
-                self.next.send(_encode(self._where))
+                body = json.dumps([self._where.host, self._where.port]).encode()
+                self.next.send(_RENDEZVOUS.pack(_MAGIC, len(body)) + body)
             else:
                 self._met.wait()
             if self._where is None or self.cause is not None:
@@ -325,36 +327,30 @@ class GroupPlane(EpochPlane[GroupLinks]):
     def _reduce(
         self,
         links: GroupLinks,
-        step: int,
+        spec: ExchangeSpec,
         source: torch.Tensor,
         result: torch.Tensor,
-        reduction: Reduction,
-        result_is_stable: bool,
-    ) -> None:
-        try:
-            self._collect(links, source, result, reduction)
-        finally:
-            links.deadline_s = math.inf
-
-    def _collect(
-        self, links: GroupLinks, source: torch.Tensor, result: torch.Tensor, reduction: Reduction
+        how: Reduction,
     ) -> None:
         links.deadline_s = time.monotonic() + self._bounds.entry_s
-        if result.data_ptr() != source.data_ptr():
-            result.copy_(source)
-        if links.ring.world > 1 and source.numel():
-            communicator = links.ready(links.deadline_s)
-            kind = "sum" if reduction.operation == "mean" else reduction.operation
-            try:
-                wait = communicator.start(result, kind)
-            except RuntimeError as error:
-                raise _failed(links.ring, error) from error
-            _until_done(links, wait)
-        if reduction.operation == "mean":
-            # Divide by a tensor: on a GPU torch would multiply by the reciprocal of a number.
-            wide = torch.float64 if result.dtype == torch.float64 else torch.float32
-            weight = torch.full((), reduction.weight, dtype=wide, device=result.device)
-            result.copy_(result.to(wide).div_(weight))
+        try:
+            if result.data_ptr() != source.data_ptr():
+                result.copy_(source)
+            if links.ring.world > 1 and source.numel():
+                communicator = links.ready(links.deadline_s)
+                kind = "sum" if how.operation == "mean" else how.operation
+                try:
+                    wait = communicator.start(result, kind)
+                except RuntimeError as error:
+                    raise _failed(links.ring, error) from error
+                _until_done(links, wait)
+            if how.operation == "mean":
+                # Divide by a tensor: on a GPU torch would multiply by the reciprocal of a number.
+                wide = torch.float64 if result.dtype == torch.float64 else torch.float32
+                weight = torch.full((), how.weight, dtype=wide, device=result.device)
+                result.copy_(result.to(wide).div_(weight))
+        finally:
+            links.deadline_s = math.inf
 
 
 def _until_done(links: GroupLinks, work: Callable[[], None]) -> None:
@@ -388,11 +384,6 @@ def _failed(ring: Ring, error: BaseException) -> RoundAborted:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)[:200]
-
-
-def _encode(rendezvous: Rendezvous) -> bytes:
-    body = json.dumps([rendezvous.host, rendezvous.port]).encode()
-    return _RENDEZVOUS.pack(_MAGIC, len(body)) + body
 
 
 def _decode(body: bytes) -> Rendezvous:

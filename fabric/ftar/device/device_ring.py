@@ -46,12 +46,9 @@ from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, Waiting, is_share
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
 from fabric.ftar.ring_exchange import PieceSender, RingExchange
-from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, RingPiece, Schedule, schedule
+from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece, Schedule, schedule
 
 # The resources of an exchange on a device: side streams, chunk-sized slots, the arithmetic of a piece.
-
-
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 class DeviceWorkspace:
@@ -126,14 +123,13 @@ class DeviceWorkspace:
 class ReductionTask:
     """One reduction: flat ``source`` into flat ``result`` (maybe the same), and the operation.
 
-    ``weight`` divides a mean. ``header(piece, source, size)`` is the header of a piece that member ``source``
+    ``header(piece, source, size)`` is the header of a piece that member ``source``
     sends.
     """
 
     source: torch.Tensor
     result: torch.Tensor
-    operation: str
-    weight: float
+    how: Reduction
     header: Callable[[RingPiece, int, int], ChunkHeader]
     on_piece: Callable[[], None]
 
@@ -141,7 +137,7 @@ class ReductionTask:
     def wide(self) -> torch.dtype:
         """Type of a partial sum of several members: 16-bit floats are added in float32 and rounded once."""
         dtype = self.source.dtype
-        return torch.float32 if dtype in _SIXTEEN_BITS and self.operation in ("sum", "mean") else dtype
+        return torch.float32 if self.how.is_wide(dtype) else dtype
 
     def dtype(self, piece: RingPiece) -> torch.dtype:
         """Type of ``piece`` on the wire."""
@@ -167,16 +163,16 @@ class ReductionTask:
         """``total = received (+) own``, finished into the result where ``piece`` is the last of its sum."""
         total.copy_(received)
         own = self.source[piece.start : piece.stop]
-        kernel = {"min": torch.minimum, "max": torch.maximum}.get(self.operation, torch.add)
+        kernel = {"min": torch.minimum, "max": torch.maximum}.get(self.how.operation, torch.add)
         kernel(total, own, out=total)
         if piece.last:
             self.finish(total, self.result[piece.start : piece.stop])
 
     def finish(self, total: torch.Tensor, into: torch.Tensor) -> None:
         """Write ``total``, divided for a mean, into elements of the result; ``total`` is used up."""
-        if self.operation == "mean":
+        if self.how.operation == "mean":
             # Divide by a tensor: on a GPU torch would multiply by the reciprocal of a number.
-            total.div_(torch.full((), self.weight, dtype=total.dtype, device=total.device))
+            total.div_(torch.full((), self.how.weight, dtype=total.dtype, device=total.device))
         into.copy_(total)
 
 
@@ -206,7 +202,9 @@ def offer(handle: SharedMemoryHandle | None) -> bytes:
 
     With shared device memory the next member reads the chunks there. Over TCP their bytes follow the headers.
     """
-    body = b"" if handle is None else _encode(handle)
+    values = {} if handle is None else {f.name: getattr(handle, f.name) for f in fields(handle)}
+    plain = {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in values.items()}
+    body = json.dumps(plain).encode() if plain else b""
     if len(body) > MAX_OFFER_BYTES:
         body = b""
     return _OFFER.pack(_OFFER_MAGIC, len(body)) + body
@@ -241,13 +239,6 @@ def read_offer(body: Bytes) -> SharedMemoryHandle | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError("an offer of device memory has not the fields that it must have") from error
     return SharedMemoryHandle(**values)
-
-
-def _encode(handle: SharedMemoryHandle) -> bytes:
-    values = {f.name: getattr(handle, f.name) for f in fields(SharedMemoryHandle)}
-    return json.dumps(
-        {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in values.items()}
-    ).encode()
 
 
 class DeviceLinks(EpochLinks):
@@ -753,25 +744,28 @@ class DeviceRing(EpochPlane[DeviceLinks]):
     def _reduce(
         self,
         links: DeviceLinks,
-        step: int,
+        spec: ExchangeSpec,
         source: torch.Tensor,
         result: torch.Tensor,
-        reduction: Reduction,
-        result_is_stable: bool,
+        how: Reduction,
     ) -> None:
         """Reduce after the earlier work of the calling thread's stream and before its later work, also when
         RoundAborted is raised. The calling thread blocks; its stream does not."""
+
+        def header(piece: RingPiece, member: int, size: int) -> ChunkHeader:
+            kind = DEVICE_GATHER if piece.gather else DEVICE_REDUCE
+            return ChunkHeader(spec, kind, member, piece.sequence, size)
+
         with self._abandoned():
             space, compute, ring = self._space, self._device.compute(), links.ring
-            exchange = self._exchanges.number(ring.epoch, step)
-            task = self._task(ring, step, exchange, source, result, reduction)
+            task = ReductionTask(source, result, how, header, partial(self._on_piece, spec.step))
             if ring.world == 1:
                 compute.run(lambda: task.finish(task.source.to(task.wide, copy=True), task.result))
             elif source.numel():
                 space.begin(compute.record())
                 elements = space.chunk_bytes // task.wide.itemsize
                 pieces = schedule(source.numel(), ring.world, ring.position, elements, space.group)
-                DeviceExchange(task, links, space, pieces, step).run(self._bounds, self._waiting)
+                DeviceExchange(task, links, space, pieces, spec.step).run(self._bounds, self._waiting)
                 compute.wait(space.up.record())
 
     @contextmanager
@@ -783,29 +777,3 @@ class DeviceRing(EpochPlane[DeviceLinks]):
             with suppress(RuntimeError):  # torch records no event on a lost device
                 self._device.compute().wait(self._space.abandon())
             raise
-
-    def _task(
-        self,
-        ring: Ring,
-        step: int,
-        exchange: int,
-        source: torch.Tensor,
-        result: torch.Tensor,
-        reduction: Reduction,
-    ) -> ReductionTask:
-        spec = ExchangeSpec(
-            ring.epoch,
-            step,
-            exchange,
-            ring.world,
-            DTYPE_CODES[source.dtype],
-            source.numel(),
-            reduction.code,
-        )
-
-        def header(piece: RingPiece, member: int, size: int) -> ChunkHeader:
-            kind = DEVICE_GATHER if piece.gather else DEVICE_REDUCE
-            return ChunkHeader(spec, kind, member, piece.sequence, size)
-
-        on_piece = partial(self._on_piece, step)
-        return ReductionTask(source, result, reduction.operation, reduction.weight, header, on_piece)

@@ -45,7 +45,7 @@ from fabric.ftar.host.tcp_transport import ByteReceiver, ByteSender
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction, put_together
 from fabric.ftar.ring_exchange import RingExchange
-from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, RingPiece, Schedule, schedule, segment_bounds
+from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece, Schedule, schedule, segment_bounds
 
 
 class RingLinks(EpochLinks):
@@ -277,31 +277,27 @@ class CpuRing(EpochPlane[RingLinks]):
     _memory = "in host memory"
 
     def _reduce(
-        self,
-        links: RingLinks,
-        step: int,
-        source: torch.Tensor,
-        result: torch.Tensor,
-        reduction: Reduction,
-        result_is_stable: bool,
+        self, links: RingLinks, spec: ExchangeSpec, source: torch.Tensor, result: torch.Tensor, how: Reduction
     ) -> None:
         """Reduce in the order of ``ring_schedule``."""
-        epoch = links.ring.epoch
-        spec = ExchangeSpec(
-            epoch,
-            step,
-            self._exchanges.number(epoch, step),
-            links.ring.world,
-            DTYPE_CODES[source.dtype],
-            source.numel(),
-            reduction.code,
-            result_is_stable,
-            reduction.form(source.dtype),
-        )
-        if links.ring.world == 1:
-            reduction.alone(source, result)
-        elif source.numel():
-            self._exchange(links, spec, source, result, reduction)
+        ring, length = links.ring, source.numel()
+        if ring.world == 1:
+            how.alone(source, result)
+            return
+        if not length:
+            return
+        chunk_elements = self._chunk_bytes // source.element_size()
+        cut = min(how.coarse, length) if spec.form else 0
+        plan = schedule(length, ring.world, ring.position, chunk_elements, cut=cut)
+        by_reference = links.outbox is not None and links.inbox is not None
+        readable = range(*segment_bounds(length, ring.world)[ring.position])
+        if by_reference and ring.world > 2:
+            readable = range(length)
+        partial = not by_reference or ring.world > MAX_REFERENCES + 1
+        visible = None if links.outbox is None else lambda memory: self._own.find(memory) is not None
+        operands = make_operands(source, result, how, readable, ring.world, partial, self._workspace, visible)
+        operands.parts, links.parts = links.parts, ()
+        HostExchange(links, operands, spec, plan, self._resources).run(self._bounds, self._waiting)
 
     def retire(self, before_epoch: int) -> None:
         """Close the links of older epochs: see DataPlane."""
@@ -313,27 +309,3 @@ class CpuRing(EpochPlane[RingLinks]):
         super().close()
         self._own.close()
         self._others.close()
-
-    def _exchange(
-        self,
-        links: RingLinks,
-        spec: ExchangeSpec,
-        source: torch.Tensor,
-        result: torch.Tensor,
-        reduction: Reduction,
-    ) -> None:
-        ring = links.ring
-        chunk_elements = self._chunk_bytes // source.element_size()
-        cut = min(reduction.coarse, source.numel()) if spec.form else 0
-        plan = schedule(source.numel(), ring.world, ring.position, chunk_elements, cut=cut)
-        by_reference = links.outbox is not None and links.inbox is not None
-        readable = range(*segment_bounds(source.numel(), ring.world)[ring.position])
-        if by_reference and ring.world > 2:
-            readable = range(source.numel())
-        partial = not by_reference or ring.world > MAX_REFERENCES + 1
-        visible = None if links.outbox is None else lambda memory: self._own.find(memory) is not None
-        operands = make_operands(
-            source, result, reduction, readable, ring.world, partial, self._workspace, visible
-        )
-        operands.parts, links.parts = links.parts, ()
-        HostExchange(links, operands, spec, plan, self._resources).run(self._bounds, self._waiting)

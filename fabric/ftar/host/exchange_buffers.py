@@ -131,8 +131,9 @@ class Operands:
 
     def arrived(self, piece: RingPiece) -> None:
         """Note that a result was received into its ``landing``, or that a sum is in its ``total``."""
-        if piece.last != piece.gather:
-            self._keep(piece)
+        if piece.last != piece.gather and self.work is not self.result:
+            part = slice(piece.start, piece.stop)
+            copy(self.result[part], self.work[part])
 
     def keep(self, piece: RingPiece, received: torch.Tensor, lent: bool) -> None:
         """Keep a result that lies in another's memory; ``lent``: the next member reads it there too."""
@@ -162,11 +163,6 @@ class Operands:
     def is_wide(self, piece: RingPiece) -> bool:
         """Whether ``piece`` is a partial result in float32 of smaller elements."""
         return self.widens and not piece.gather and piece.hop > 0
-
-    def _keep(self, piece: RingPiece) -> None:
-        if self.work is not self.result:
-            part = slice(piece.start, piece.stop)
-            copy(self.result[part], self.work[part])
 
 
 def make_operands(

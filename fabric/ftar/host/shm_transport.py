@@ -50,8 +50,8 @@ from fabric.ftar.host.shm_segments import (
     SharedSegment,
     unpack_segment_refs,
 )
-from fabric.ftar.host.tcp_transport import HostSender
 from fabric.ftar.plane import Ring
+from fabric.ftar.ring_exchange import PieceSender
 from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece
 
 SUPPORTED = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
@@ -197,7 +197,7 @@ class Inbox:
         self._mapped.clear()
 
 
-class ReferenceSender(HostSender):
+class ReferenceSender(PieceSender):
     """Sends references to the next member, in order, each as soon as its piece may be read.
 
     ``inbox`` is the source of references to others' memory, None behind a link of bytes.
@@ -211,7 +211,8 @@ class ReferenceSender(HostSender):
         pieces: Sequence[RingPiece],
         header: Callable[[RingPiece], ChunkHeader],
     ) -> None:
-        super().__init__(operands, pieces, header)
+        super().__init__(pieces)
+        self._operands, self._header = operands, header
         self._outbox = outbox
         self._inbox = inbox
         self._descriptors: list[int] = []

@@ -16,16 +16,6 @@ from fabric.ftar.ring_exchange import PieceSender
 from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
 
 
-class HostSender(PieceSender):
-    """Sends pieces of ``operands`` in host memory."""
-
-    def __init__(
-        self, operands: Operands, pieces: Sequence[RingPiece], header: Callable[[RingPiece], ChunkHeader]
-    ) -> None:
-        super().__init__(pieces)
-        self._operands, self._header = operands, header
-
-
 class ByteReceiver:
     """Takes pieces off the link from the previous member: verifies, then adds or keeps them.
 
@@ -155,7 +145,7 @@ class ByteReceiver:
         self.completed += 1
 
 
-class ByteSender(HostSender):
+class ByteSender(PieceSender):
     """Sends the bytes of pieces. ``arrivals`` receives the pieces to send on, None behind shared memory."""
 
     def __init__(
@@ -167,7 +157,8 @@ class ByteSender(HostSender):
         checksum: bool,
         arrivals: ByteReceiver | None,
     ) -> None:
-        super().__init__(operands, pieces, header)
+        super().__init__(pieces)
+        self._operands, self._header = operands, header
         self._outlet = Outlet(sock.fileno())
         self._checksum = checksum
         self._arrivals = arrivals

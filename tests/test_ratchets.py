@@ -33,15 +33,15 @@ LIMITS = {
     "writes of a part of a core into another part": 159,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 83_451,
+    "lines of fabric/": 83_356,
     "files of fabric/": 349,
     "packages over their budget of lines": 0,
-    "single-use helpers of at most four lines, per 1,000 lines": 0.93,
+    "single-use helpers of at most four lines, per 1,000 lines": 0.88,
     "functions that only forward": 70,
     "settings": 30,
     "flags and arguments of commands": 87,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.56,
+    "lines of fabric/ per function": 14.57,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {
@@ -51,7 +51,7 @@ BUDGETS = {
     "client": 15_870,
     "collectives": 1_255,
     "drill": 4_181,
-    "ftar": 5_184,
+    "ftar": 5_089,
     "health": 1_435,
     "integrations": 8_425,
     "lighthouse": 8_411,

@@ -37,7 +37,6 @@ def parse(arguments: list[str]) -> tuple[ServerSettings, int]:
 
 
 def main() -> int:
-    """Run the server; returns the exit code."""
     settings, ready_fd = parse(sys.argv[1:])
     logs.set_up("checkpoint server", settings.log)
     logs.describe(job=settings.job, replica=settings.replica)

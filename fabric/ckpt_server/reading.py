@@ -179,7 +179,6 @@ class BlockState:
 
     @property
     def digest(self) -> str:
-        """The digest of this file."""
         return str(self.manifest["digest"])
 
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:

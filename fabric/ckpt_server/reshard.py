@@ -103,7 +103,6 @@ class RankFile:
         return memory
 
     def let_go(self) -> None:
-        """Release the memory."""
         self.file = memoryview(b"")
 
     def _read(self, blocks: Collection[int]) -> None:
@@ -134,7 +133,6 @@ class ServedRankFile(RankFile):
             self.sources[url] = self.sources.get(url, 0) + nbytes
 
     def let_go(self) -> None:
-        """Release the memory and the connections."""
         self._fetcher.close()
         super().let_go()
 
@@ -180,7 +178,6 @@ class TensorPlacement:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorPlacement":
-        """Return the placement of a live tensor."""
         shape = tuple(tensor.shape)
         if not is_sharded(tensor):
             return cls(shape, TensorRegion.whole(shape), None)

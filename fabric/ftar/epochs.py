@@ -192,7 +192,6 @@ class EpochLinks:
                 self.release()
 
     def release(self) -> None:
-        """Close the descriptors."""
         for sock in (self.next, self.previous):
             if sock is not None:
                 sock.close()
@@ -257,7 +256,6 @@ class Epochs(Generic[Links]):
             links.abort(why, about)
 
     def retire(self, before_epoch: int) -> None:
-        """Close the links of older epochs."""
         with self._lock:
             self._retired_before = max(self._retired_before, before_epoch)
             old = [e for e in self._links if e < before_epoch]
@@ -319,21 +317,17 @@ class EpochPlane(Generic[Links]):
 
     @property
     def waiting_for(self) -> str:
-        """Name of the peer for which the exchange waits now, or empty."""
         return self._waiting.peer
 
     @property
     def waiting_s(self) -> dict[str, float]:
-        """Seconds waited for each peer in the newest exchange."""
         return dict(self._waiting.seconds)
 
     @property
     def sending_s(self) -> dict[str, float]:
-        """Seconds for which bytes to a peer were under way: see DataPlane."""
         return dict(self._waiting.sending)
 
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
-        """Change the bounds of later exchanges, from any thread: see DataPlane."""
         self._bounds = self._bounds.changed(exchange_s, entry_s)
 
     connections = 1
@@ -364,7 +358,6 @@ class EpochPlane(Generic[Links]):
         reduction: Reduction = SUM,
         result_is_stable: bool = False,
     ) -> None:
-        """Reduce over the members of ``epoch``: see DataPlane."""
         parts: Sequence[torch.Tensor] = ()
         if not isinstance(source, torch.Tensor):
             assert result is not None
@@ -394,15 +387,12 @@ class EpochPlane(Generic[Links]):
         raise NotImplementedError
 
     def abort(self, epoch: int, why: str, about: str = "") -> None:
-        """End the epoch's exchange from any thread: see DataPlane."""
         self._epochs.abort(epoch, why, about)
 
     def retire(self, before_epoch: int) -> None:
-        """Close the links of older epochs: see DataPlane."""
         self._epochs.retire(before_epoch)
 
     def close(self) -> None:
-        """Abort and close everything; idempotent."""
         self._epochs.close()
 
     @contextmanager

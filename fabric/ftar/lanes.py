@@ -359,21 +359,17 @@ class LanePlane:
 
     @property
     def waiting_for(self) -> str:
-        """Name of the peer that the exchange waits for at this moment, or empty."""
         return next((ring.waiting_for for ring in self._all() if ring.waiting_for), "")
 
     @property
     def waiting_s(self) -> dict[str, float]:
-        """Seconds waited for each peer in the newest exchange."""
         return dict(self._waiting_s)
 
     @property
     def sending_s(self) -> dict[str, float]:
-        """Seconds for which bytes to each peer were under way: see DataPlane."""
         return dict(self._sending_s)
 
     def set_bounds(self, exchange_s: float | None = None, entry_s: float | None = None) -> None:
-        """Change the bounds of all lanes: see DataPlane."""
         given = {"exchange_s": exchange_s, "entry_s": entry_s}
         self._bounds.update({name: value for name, value in given.items() if value is not None})
         for ring in self._all():
@@ -389,7 +385,6 @@ class LanePlane:
             self._ring(0).register(descriptor, memory)
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """See ``register``."""
         if self._registers:
             self._ring(0).unregister(memory)
 
@@ -434,7 +429,6 @@ class LanePlane:
         raise IllegalTransition(f"epoch {epoch} has lanes: reduce one of them")
 
     def abort(self, epoch: int, why: str, about: str = "") -> None:
-        """End the epoch's exchange in every lane: see DataPlane."""
         with self._lock:
             if epoch >= self._retired_before:
                 self._aborted.setdefault(epoch, (why, about))
@@ -442,7 +436,6 @@ class LanePlane:
             ring.abort(epoch, why, about)
 
     def retire(self, before_epoch: int) -> None:
-        """Close the links of older epochs: see DataPlane."""
         with self._lock:
             self._retired_before = max(self._retired_before, before_epoch)
             self._aborted = {e: cause for e, cause in self._aborted.items() if e >= self._retired_before}
@@ -450,6 +443,5 @@ class LanePlane:
             ring.retire(before_epoch)
 
     def close(self) -> None:
-        """Abort and close everything; idempotent."""
         for ring in self._all():
             ring.close()

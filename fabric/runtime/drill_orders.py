@@ -52,7 +52,6 @@ class PointOrder:
     micro_batch: int = -1  # act at this micro-batch of exactly ``step``; -1: at any
 
     def line(self) -> bytes:
-        """Return the order's line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 

@@ -32,7 +32,6 @@ class RankLayout:
         return self.ranks // (self.tensor_parallel * self.stages)
 
     def fits(self, ranks: int) -> bool:
-        """Whether ``ranks`` ranks can have this layout."""
         return self.ranks in (0, ranks) and ranks % (self.tensor_parallel * self.stages) == 0
 
     def over(self, ranks: int) -> "RankLayout":
@@ -137,7 +136,6 @@ class LayoutMemory:
         self.descriptor = create_memfd(_NAME)
 
     def offer(self, offer: LayoutOffer) -> None:
-        """Replace what the memory holds by ``offer``."""
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, f"{' '.join(offer.allowed)}\n{' '.join(offer.refused)}\n".encode(), 0)
 

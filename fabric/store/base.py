@@ -221,7 +221,6 @@ def check_ttl(ttl_s: float) -> float:
 
 
 def lease_gone(lease_id: int) -> LeaseGone:
-    """Return the error of using a lease that has ended."""
     return LeaseGone(f"The lease {lease_id} has ended, with its keys: ask for a new one and start over.")
 
 

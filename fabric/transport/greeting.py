@@ -60,7 +60,6 @@ class Greeting:
 
 
 def challenge_frame(challenge: bytes) -> bytes:
-    """Return the acceptor's first frame."""
     return WIRE + challenge
 
 

@@ -120,14 +120,12 @@ class Handshakes:
         self._told = float("-inf")
 
     def begin(self, address: str, drop: Callable[[], object]) -> Handshake:
-        """Note a connection that was just accepted."""
         handshake = Handshake(address, asyncio.get_running_loop().time(), drop)
         self._open[handshake] = None
         self._of[address] += 1
         return handshake
 
     def end(self, handshake: Handshake) -> None:
-        """Remove a handshake that is over."""
         if handshake in self._open:
             del self._open[handshake]
             self._of[handshake.address] -= 1
@@ -221,7 +219,6 @@ class ListenerIdentity:
 
 
 def admit_everybody(_greeting: Greeting) -> str:
-    """Admit every peer: the default."""
     return ""
 
 

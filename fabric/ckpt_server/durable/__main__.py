@@ -28,7 +28,6 @@ _NICENESS = 10
 
 
 def main() -> int:
-    """Write the checkpoint; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m fabric.ckpt_server.durable", description="Durable writer"
     )

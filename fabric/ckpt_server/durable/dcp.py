@@ -60,7 +60,6 @@ class DigestingFile:
         return self._hasher.hexdigest()
 
     def write(self, data: Any) -> int:
-        """As a file does."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._hasher.update(view)

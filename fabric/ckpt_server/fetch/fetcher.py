@@ -189,7 +189,6 @@ class StateFetcher:
         return self._access.sockets.closed
 
     def close(self) -> None:
-        """Close idle connections."""
         self._idle.close()
 
     def fetch_manifest(self, url: str, step: int, generation: int) -> dict[str, Any]:
@@ -224,11 +223,14 @@ class StateFetcher:
         manifest, good = self._holders(sources, state)
         if manifest is None:
             raise all_failed(f"step {state.step}", sources)
-        compression = self._stripe(manifest, good, _allocated(allocate, manifest["nbytes"]), blocks)
+        nbytes, memory = manifest["nbytes"], allocate(manifest["nbytes"])
+        if memory.readonly or not memory.c_contiguous or memory.nbytes < nbytes:
+            raise StateError(f"The memory for a state of {nbytes} bytes is too small or not writable.")
+        compression = self._stripe(manifest, good, memory.cast("B")[:nbytes], blocks)
         received = {source.url: source.nbytes for source in sources}
         seconds = time.monotonic() - begun_s
         warnings = tuple(self.warnings)
-        return FetchResult(manifest["nbytes"], seconds, received, manifest, warnings, compression)
+        return FetchResult(nbytes, seconds, received, manifest, warnings, compression)
 
     def fetch_gradient(
         self,
@@ -456,10 +458,3 @@ class StateFetcher:
     def _require_running(self) -> None:
         if self._access.sockets.closed:
             raise StateError("The fetch was cancelled; nothing was loaded.")
-
-
-def _allocated(allocate: Callable[[int], memoryview], nbytes: int) -> memoryview:
-    memory = allocate(nbytes)
-    if memory.readonly or not memory.c_contiguous or memory.nbytes < nbytes:
-        raise StateError(f"The memory for a state of {nbytes} bytes is too small or not writable.")
-    return memory.cast("B")[:nbytes]

@@ -62,7 +62,6 @@ class OpenSockets:
             self._open.add(sock)
 
     def close(self, sock: socket.socket | Dial) -> None:
-        """Close one socket, or end a dial."""
         with self._lock:
             self._open.discard(sock)
         close(sock)
@@ -337,7 +336,6 @@ class IdleConnections:
             oldest.close()
 
     def close(self) -> None:
-        """Close all connections."""
         with self._lock:
             while self._connections:
                 self._connections.pop().close()

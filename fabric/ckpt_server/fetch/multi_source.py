@@ -73,7 +73,6 @@ class HostMemory:
         return None
 
     def body(self, begin: int) -> "MemoryBody":
-        """Return the bytes from ``begin`` on."""
         return MemoryBody(self._descriptors[0], begin)
 
     def still_there(self) -> bool:
@@ -181,7 +180,6 @@ class RangeQueue:
 
     @property
     def alive(self) -> bool:
-        """Whether any source is left."""
         return bool(self._alive)
 
     def take(self, source: str, end: Callable[[], None]) -> RangeClaim | None:
@@ -456,7 +454,11 @@ class MultiSourceFetch:
         """
         count = len(self._manifest["blocks"])
         wanted = range(count) if wanted is None else wanted
-        done = [block not in wanted or (resume and self._holds(block)) for block in range(count)]
+        digests = self._manifest["blocks"]
+        done = [
+            block not in wanted or (resume and block_digest(self._block(block)) == digests[block])
+            for block in range(count)
+        ]
         held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
         most = max(1, range_bytes // int(self._manifest["block_bytes"]))
         streams = streams_per_source(streams, len(self._sources), len(os.sched_getaffinity(0)))
@@ -655,9 +657,6 @@ class MultiSourceFetch:
         size = self._manifest["block_bytes"]
         return self._target[block * size : (block + 1) * size]
 
-    def _holds(self, block: int) -> bool:
-        return bool(block_digest(self._block(block)) == self._manifest["blocks"][block])
-
 
 def streams_per_source(wanted: int, sources: int, processors: int) -> int:
     """Return the number of streams per source, in all at most one per processor.
@@ -703,7 +702,6 @@ def all_failed(what: str, sources: Sequence[Source]) -> StateError:
 
 
 def one_line(error: Exception) -> str:
-    """Say in one line why a source failed."""
     if isinstance(error, TimeoutError):
         return "it stopped sending"
     return " ".join(str(error).split())[:300] or type(error).__name__

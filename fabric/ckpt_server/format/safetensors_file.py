@@ -15,7 +15,6 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -30,11 +29,6 @@ _LENGTH = struct.Struct("<Q")
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62
 _MAX_NAME_CHARACTERS = 4096
-# The text around a tensor's name, offsets, dtype and shape as ``Preamble`` writes them, cut at quotes.
-_BETWEEN = {2: ":{", 3: "data_offsets", 5: "dtype", 6: ":", 8: ",", 9: "shape"}
-_CUTS = 10
-_METADATA = f'"__metadata__":{{"{METADATA_KEY}":'
-_json = json.JSONDecoder()
 
 ELEMENT_BYTES: Mapping[str, int] = {
     "BOOL": 1,
@@ -72,9 +66,6 @@ class TensorEntry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-
-
-_place = itemgetter(3, 4)  # reads a span's begin and end
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +145,24 @@ def read_preamble(begin: memoryview, nbytes: int) -> FileHeader:
         )
     data_begin = _LENGTH.size + length
     text = bytes(begin[_LENGTH.size : data_begin])
-    spans, metadata = _read_ours(text, data_begin) or _read_any(text, data_begin)
-    spans.sort(key=_place)
-    _check_cover(spans, data_begin, nbytes)
-    return FileHeader(data_begin, tuple(spans), metadata)
+    entries = parse_json(text)
+    if not isinstance(entries, dict):
+        raise StateError("The state's header is not a JSON object; it is damaged.")
+    metadata = entries.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not isinstance(metadata.get(METADATA_KEY), str):
+        raise StateError("The file carries no fabric metadata, so it is not a snapshot of training state.")
+    spans = [_span(name, entry, data_begin) for name, entry in entries.items()]
+    spans.sort(key=itemgetter(3, 4))  # by begin and end
+    at = data_begin
+    for span in spans:
+        if span.begin != at:
+            raise StateError(
+                f"The bytes before tensor {span.name[:200]!r} overlap or leave a gap; the state is damaged."
+            )
+        at = span.end
+    if at != nbytes:
+        raise StateError(f"The state's tensors end at byte {at} of a file of {nbytes}; it is damaged.")
+    return FileHeader(data_begin, tuple(spans), metadata[METADATA_KEY])
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -177,90 +182,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number")
-
-
-def _read_ours(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str] | None:
-    """Read tensors and metadata of a header in our own spelling, by columns, which is fast.
-
-    A file may have a hundred thousand tensors, and a joining replica waits. Returns None for another spelling
-    or an error; then ``_read_any`` reads the header and names the error.
-    """
-    split = _without_metadata(text)
-    if split is None:
-        return None
-    body, metadata = split
-    if not body:
-        return [], metadata
-    cuts = body.split('"')
-    if cuts[0] or len(cuts) % _CUTS != 1 or "\\" in body:
-        return None
-    if any(set(cuts[at::_CUTS]) != {word} for at, word in _BETWEEN.items()):
-        return None
-    names = cuts[1::_CUTS]
-    if not "".join(names).isprintable() or len(set(names)) != len(names):
-        return None
-    kinds = list(zip(cuts[7::_CUTS], cuts[10::_CUTS], strict=True))
-    try:
-        # Parse all places in one call; if an entry is not a pair, the text is not JSON and parsing fails.
-        pairs = "|".join(cuts[4::_CUTS])
-        if not pairs.startswith(":") or not pairs.endswith(","):
-            return None
-        places = json.loads(f"[{pairs.replace('],|:[', '],[')[1:-1]}]")
-        described = {kind: _kind(name, *kind) for kind, name in dict(zip(kinds, names, strict=True)).items()}
-        begins, ends = zip(*places, strict=True)
-    except (ValueError, TypeError):
-        return None
-    words, sizes, nbytes = zip(*map(described.__getitem__, kinds), strict=True)
-    if {*map(type, begins), *map(type, ends)} != {int} or min(begins) < 0 or max(ends) > MAX_FILE_BYTES:
-        return None
-    if [end - begin for begin, end in places] != list(nbytes):
-        return None
-    if not min(map(len, names)) or max(map(len, names)) > _MAX_NAME_CHARACTERS:
-        return None
-    first, last = map(data_begin.__add__, begins), map(data_begin.__add__, ends)
-    make = partial(tuple.__new__, TensorSpan)
-    return list(map(make, zip(names, words, sizes, first, last, strict=True))), metadata
-
-
-def _kind(name: str, dtype: str, shape: str) -> tuple[str, tuple[int, ...], int]:
-    """Return the dtype, the shape and the size of all tensors with these words in a header; ``name`` is a
-    tensor's, for errors. Raises ValueError or StateError."""
-    if shape[:1] != ":" or shape[-2:] != "},":
-        raise ValueError(shape)
-    return dtype, *_extent(name, dtype, json.loads(shape[1:-2]))
-
-
-def _without_metadata(text: bytes) -> tuple[str, str] | None:
-    """Return the tensors of a header, each with a comma behind it, and the metadata. None for another
-    spelling."""
-    try:
-        header = text.decode("ascii").rstrip(" ")
-        at = header.index(_METADATA)
-        metadata, end = _json.raw_decode(header, at + len(_METADATA))
-    except (ValueError, RecursionError):
-        return None
-    before, after = header[1:at], header[end + 1 : -1]
-    if header[0] != "{" or header[end : end + 1] != "}" or header[-1] != "}" or not isinstance(metadata, str):
-        return None
-    if after and after[0] != ",":
-        return None
-    return before + (f"{after[1:]}," if after else ""), metadata
-
-
-def _read_any(text: bytes, data_begin: int) -> tuple[list[TensorSpan], str]:
-    """Return tensors and metadata of any valid header. Raises StateError."""
-    entries = parse_json(text)
-    if not isinstance(entries, dict):
-        raise StateError("The state's header is not a JSON object; it is damaged.")
-    metadata = _metadata(entries.pop("__metadata__", None))
-    return [_span(name, entry, data_begin) for name, entry in entries.items()], metadata
-
-
-def _metadata(value: object) -> str:
-    if not isinstance(value, dict) or not isinstance(value.get(METADATA_KEY), str):
-        raise StateError("The file carries no fabric metadata, so it is not a snapshot of training state.")
-    text: str = value[METADATA_KEY]
-    return text
 
 
 def is_count(value: object, most: int) -> bool:
@@ -302,14 +223,3 @@ def _extent(name: str, dtype: object, shape: object) -> tuple[tuple[int, ...], i
 
 def _bad(name: str, what: str) -> StateError:
     return StateError(f"Tensor {name[:200]!r} of the state {what}.")
-
-
-def _check_cover(spans: list[TensorSpan], begin: int, end: int) -> None:
-    for span in spans:
-        if span.begin != begin:
-            raise StateError(
-                f"The bytes before tensor {span.name[:200]!r} overlap or leave a gap; the state is damaged."
-            )
-        begin = span.end
-    if begin != end:
-        raise StateError(f"The state's tensors end at byte {begin} of a file of {end}; it is damaged.")

@@ -50,7 +50,6 @@ class EpochLog:
         self.incident_id = ""
 
     def watch(self, trainer: TrainerWatch, rank: int) -> None:
-        """Log the changes of this rank's trainer."""
         trainer.on_change = partial(self._on_change, trainer, rank)
 
     @property
@@ -156,7 +155,9 @@ class DebugProbe:
         async with self._one_dump:
             how, why = "interpreter", ""
             try:
-                threads = _threads(await self.ask("stacks"))
+                threads = (await self.ask("stacks")).get("threads")
+                if not isinstance(threads, list) or not threads:
+                    raise TrainerSilent("the answer for the trainer names no threads")
             except (TrainerSilent, Refused) as error:
                 how, why = "signal", str(error)
                 try:
@@ -201,13 +202,6 @@ def parse_dump(text: str) -> list[dict[str, object]]:
             threads.append({"name": thread[2], "current": thread[1] != "Thread", "stack": stack})
         elif (frame := _FRAME.match(line)) is not None:
             stack.append(f"{frame[1]}:{frame[2]} {frame[3]}")
-    return threads
-
-
-def _threads(answer: dict[str, Any]) -> list[dict[str, object]]:
-    threads = answer.get("threads")
-    if not isinstance(threads, list) or not threads:
-        raise TrainerSilent("the answer for the trainer names no threads")
     return threads
 
 

@@ -10,7 +10,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,6 @@ class DurableJobs:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no writer runs."""
         return self._task is None or self._task.done()
 
     def outcome(self) -> dict[str, object]:
@@ -157,7 +155,9 @@ class DurableJobs:
             return dict(_OVERTAKEN)
         content = slot.content
         assert content is not None and slot.memfd is not None
-        manifest = _manifest(content.manifest)
+        served = json.loads(content.manifest)
+        # The snapshot's own manifest has no entries that the server adds for readers.
+        manifest = check_manifest({k: v for k, v in served.items() if k not in ("url", "tensors")})
         digest = state_digest(manifest)
         descriptor = slot.memfd.fd
         process = await asyncio.create_subprocess_exec(
@@ -200,12 +200,6 @@ class DurableJobs:
         if is_killed and not report:
             return dict(_OVERTAKEN)
         return {**_parsed(report, code), "digest": digest}
-
-
-def _manifest(served: bytes) -> dict[str, Any]:
-    """Return the snapshot's own manifest, without the entries that the server adds for readers."""
-    manifest: Mapping[str, Any] = json.loads(served)
-    return check_manifest({k: v for k, v in manifest.items() if k not in ("url", "tensors")})
 
 
 def _parsed(report: bytes, code: int) -> dict[str, Any]:

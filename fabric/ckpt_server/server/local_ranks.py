@@ -45,7 +45,6 @@ class LocalRank:
         self._crash_log = CrashLog(self.slots, self.trainer)
 
     def status(self, number: int) -> TrainerStatus:
-        """Compose the trainer status of message ``number``."""
         state, held, now = self.trainer.state, self.slots.contents(SNAPSHOT), time.monotonic()
         newest = self.durable.newest
         return TrainerStatus(

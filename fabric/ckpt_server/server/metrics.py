@@ -55,7 +55,6 @@ class CkptMetrics:
                 self._aborted.labels(kind).inc()
 
     def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

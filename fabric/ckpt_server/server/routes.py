@@ -267,7 +267,6 @@ class _SlotTransfer:
         self._sending: Future[int] | None = None
 
     def abort(self) -> None:
-        """End the transfer at once."""
         self._transport.abort()
         if self._own is not None:
             with suppress(OSError):  # the reader has closed the connection
@@ -304,7 +303,6 @@ class _SlotTransfer:
         return self._own
 
     async def _send_apart(self, own: socket.socket, left: memoryview) -> None:
-        """Send a view in a thread."""
         while len(left):
             self._require_content()
             self._sending = _SENDERS.submit(_push, own, left, self._sent)
@@ -322,7 +320,6 @@ class _SlotTransfer:
             await self._write(piece)
 
     async def send_compressed(self, pieces: Iterator[memoryview], coding: str, width: int) -> None:
-        """Send pieces in a content coding."""
         compressor = await work(lambda: Compressor(coding, width))
 
         def pack_next() -> bytes | None:
@@ -379,7 +376,6 @@ def _push(own: socket.socket, view: memoryview, sent: Counter) -> int:
 
 
 async def _room(own: socket.socket) -> None:
-    """Return when the reader takes bytes."""
     loop, room = asyncio.get_running_loop(), asyncio.Event()
     loop.add_writer(own, room.set)
     try:
@@ -470,7 +466,6 @@ class CkptRoutes:
         return web.json_response({"ok": True})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Answer with the metrics in Prometheus' text format."""
         return web.Response(body=self._metrics.render(), headers={"Content-Type": _METRICS_TYPE})
 
     async def snapshots(self, request: web.Request) -> web.Response:
@@ -478,7 +473,6 @@ class CkptRoutes:
         return web.json_response(_listing(self._rank(request), SNAPSHOT))
 
     async def gradients(self, request: web.Request) -> web.Response:
-        """Answer with all held gradients, oldest first."""
         return web.json_response(_listing(self._rank(request), GRADIENT))
 
     @_of_snapshot

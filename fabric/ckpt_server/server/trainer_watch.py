@@ -224,7 +224,6 @@ class Lifetime:
         self.end(reason)
 
     def end(self, reason: str) -> None:
-        """End now."""
         if not self.ended.is_set():
             self.reason = reason
             self.ended.set()

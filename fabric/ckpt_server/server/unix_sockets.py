@@ -72,7 +72,6 @@ class UnixConnection:
         self._lines = LineBuffer(MAX_FIRST_LINE_BYTES)
 
     def limit(self, limit_bytes: int) -> None:
-        """Bound later lines by ``limit_bytes``."""
         self._lines.limit_bytes = limit_bytes
 
     def peer(self) -> tuple[int, int]:
@@ -111,7 +110,6 @@ class UnixConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
 

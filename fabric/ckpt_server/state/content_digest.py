@@ -59,12 +59,10 @@ class ContentDigests:
     optimizers: frozenset[str] = frozenset()  # names of the state's optimizers
 
     def of_view(self, view: StateView) -> str:
-        """Return the digest of live state."""
         header = read_preamble(memoryview(view.header), view.nbytes)
         return self._digest(header.metadata, view.tensors)
 
     def of_file(self, file: memoryview) -> str:
-        """Return the digest of a snapshot's file."""
         header = read_preamble(file, len(file))
         return self._digest(header.metadata, tensors_of(file, header.tensors).items())
 

@@ -42,7 +42,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placement_key(tensor: Any) -> MeshPlacement:
-    """Return the layout of a DTensor."""
     mesh = tensor.device_mesh
     names = tuple(mesh.mesh_dim_names or ())
     return MeshPlacement(names, tuple(mesh.shape), tuple(str(p) for p in tensor.placements))
@@ -111,12 +110,10 @@ class LocalParts(Shardings):
     """Placements of a reader without live tensors: a sharded tensor is its local part."""
 
     def build(self, local: torch.Tensor, description: Mapping[str, Any]) -> torch.Tensor:
-        """Return ``local``."""
         return local
 
 
 def local_shape(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of a DTensor's shard here."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -96,12 +96,10 @@ class StatePath:
     depth: int = 0
 
     def key(self, key: object) -> "StatePath":
-        """Return the path of this mapping's value at ``key``."""
         word = key.replace("~", "~0").replace("/", "~1") if isinstance(key, str) else key
         return StatePath(f"{self.blob}/{word}", key, self, self.depth + 1)
 
     def index(self, index: int) -> "StatePath":
-        """Return the path of this list's element at ``index``."""
         return StatePath(f"{self.blob}/{index}", index, self, self.depth + 1)
 
     @property
@@ -115,7 +113,6 @@ class StatePath:
 
     @classmethod
     def root(cls, name: str) -> "StatePath":
-        """Return the path of the object called ``name``."""
         return cls(name.replace("~", "~0").replace("/", "~1"), name)
 
 
@@ -327,7 +324,6 @@ class StateDecoder:
     shardings: Shardings = field(default_factory=Shardings)
 
     def decode(self, node: Any, depth: int = 0) -> Any:
-        """Return the value of one JSON node."""
         if depth > MAX_DEPTH:
             raise StateError(f"The state is nested deeper than {MAX_DEPTH} levels; it is damaged.")
         if isinstance(node, list):

@@ -178,7 +178,6 @@ class WorkRunner(Protocol):
 
 
 def at_once(work: Callable[[], _T]) -> _T:
-    """Run ``work`` in the calling thread."""
     return work()
 
 

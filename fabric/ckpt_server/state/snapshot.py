@@ -135,7 +135,6 @@ class SharedWork(Generic[Item]):
                     self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """Note that the work has failed."""
         self._error = self._error or error
         self._over.set()
 
@@ -186,7 +185,6 @@ class BlockPass:
         return SnapshotDigests(digest_of_blocks(self._nbytes, self._digests), tuple(self._digests))
 
     def _take(self, block: int) -> None:
-        """Read one block."""
         raise NotImplementedError
 
 
@@ -216,7 +214,6 @@ class CopyPass(BlockPass):
         super().__init__(view.nbytes, ((part.tensor.numpy(), part.begin) for part in fused))
 
     def copy(self, part: TensorExtent) -> None:
-        """Copy one host tensor, without a digest."""
         self.memory[part.begin : part.end] = part.tensor.numpy()
 
     def digests(self) -> SnapshotDigests:
@@ -443,7 +440,6 @@ class CudaCopyStream:
         self._registering = threading.Lock()
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether this tensor is in the device's memory."""
         return tensor.device == self.device
 
     def register(self, memory: Bytes) -> None:
@@ -496,7 +492,6 @@ class CudaCopyStream:
             work()
 
     def staging(self, nbytes: int) -> Bytes:
-        """Return page-locked host memory."""
         memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu").numpy()
         return memory
 
@@ -505,7 +500,6 @@ class CudaCopyStream:
         _cuda.current_stream(self.device).wait_event(event)
 
     def close(self) -> None:
-        """Undo every registration."""
         self._stream.synchronize()
         with _cuda.device(self.device):
             while self._registered:

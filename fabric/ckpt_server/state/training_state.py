@@ -351,7 +351,6 @@ def values_of(file: memoryview) -> tuple[int, dict[str, Any]]:
 
 
 def _flat(file: memoryview) -> memoryview:
-    """Return ``file`` as flat bytes."""
     return file.cast("B") if file.format != "B" or file.ndim != 1 else file
 
 
@@ -432,7 +431,6 @@ def _states(objects: Mapping[str, object], by_name: bool = False) -> Iterator[tu
 
 
 def _shardings(objects: Mapping[str, object]) -> Shardings:
-    """Return how the sharded tensors in ``objects`` are placed."""
     blobs = Blobs()
     for name, _, state in _states(objects):
         encode(state, StatePath.root(name), blobs)

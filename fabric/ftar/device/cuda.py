@@ -101,7 +101,6 @@ class CudaDevice:
         self._lock = threading.Lock()
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is in this device's memory."""
         return tensor.device == self.device
 
     def stream(self) -> CudaStream:
@@ -238,14 +237,12 @@ class _Watcher:
         self._thread: threading.Thread | None = None
 
     def watch(self, event: CudaEvent, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when ``event`` is done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fabric-cuda-events", daemon=True)
             self._thread.start()
         self._queue.put((event, callback))
 
     def close(self) -> None:
-        """End the thread."""
         if self._thread is not None:
             self._queue.put(None)
 

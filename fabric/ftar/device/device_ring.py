@@ -721,11 +721,9 @@ class DeviceRing(EpochPlane[DeviceLinks]):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether links on one host should come as unix sockets: see DataPlane."""
         return self._shares
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory: see DataPlane."""
         return self._device.memory(nbytes)
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:

@@ -98,7 +98,6 @@ class RingLinks(EpochLinks):
         super().aborted(why, about)
 
     def release(self) -> None:
-        """Close the descriptors, and release mapped and shared memory."""
         super().release()
         for end in (self.inbox, self.outbox):
             if end is not None:
@@ -258,7 +257,6 @@ class CpuRing(EpochPlane[RingLinks]):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether links on one host should be of shared memory: see DataPlane."""
         return self._shared_memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -300,12 +298,10 @@ class CpuRing(EpochPlane[RingLinks]):
         HostExchange(links, operands, spec, plan, self._resources).run(self._bounds, self._waiting)
 
     def retire(self, before_epoch: int) -> None:
-        """Close the links of older epochs: see DataPlane."""
         super().retire(before_epoch)
         self._others.retire(before_epoch)
 
     def close(self) -> None:
-        """Abort and close everything; idempotent."""
         super().close()
         self._own.close()
         self._others.close()

@@ -37,7 +37,6 @@ class SegmentRef(NamedTuple):
     offset: int  # offset in bytes; in a segment's announcement the segment's size
 
     def pack(self) -> bytes:
-        """Return its bytes on the wire."""
         return _PLACE.pack(*self)
 
 
@@ -123,7 +122,6 @@ class OwnSegments:
             return fcntl.fcntl(segment.descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
 
     def close(self) -> None:
-        """Stop sharing all segments."""
         with self._lock:
             while self._segments:
                 os.close(self._segments.pop().descriptor)
@@ -180,7 +178,6 @@ class PeerSegments:
         self._kept_from = max(self._kept_from, before_epoch)
 
     def close(self) -> None:
-        """Release all segments."""
         self._mapped.clear()
 
 

@@ -70,7 +70,6 @@ class ConnectionSlot:
         self.is_free = False
 
     def busy(self) -> None:
-        """Mark the connection as busy: a request is under way."""
         self._limit.stop_idling(self)
 
     def idle(self) -> None:
@@ -78,7 +77,6 @@ class ConnectionSlot:
         self._limit.start_idling(self)
 
     def leave(self) -> None:
-        """Free the slot: the connection has ended."""
         self._limit.remove(self)
 
 

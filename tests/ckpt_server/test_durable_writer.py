@@ -211,7 +211,7 @@ def test_required_storage_that_vanishes_between_two_checkpoints_gets_nothing(sta
         assert steps(str(disk)) == [5, 7]
         subprocess.run(["umount", "-l", disk], check=True)
         with pytest.raises(
-            StateError, match=f"{disk}/job holds no checkpoint any more, and FABRIC_DURABLE_REQ"
+            StateError, match=f"{disk}/job holds no checkpoint any more, and FABRIC_DURABLE_EV"
         ):
             write(order, manifest, memoryview(bytearray(file)), Failpoints(""))
         assert list(disk.iterdir()) == []

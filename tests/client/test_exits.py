@@ -80,7 +80,7 @@ EXITS: dict[str, tuple[str, str]] = {
         "FAILED",
         "client/test_exits.py::test_a_loop_that_ends_before_the_job_asks_for_a_person",
     ),
-    "integrations/lightning/job.py LightningJob._leave": (
+    "integrations/lightning/job.py LightningJob.begin_step": (
         "RESTART",
         "client/test_exits.py::test_a_loop_of_lightning_that_is_ahead_of_the_job_asks_for_a_restart",
     ),
@@ -275,7 +275,7 @@ def test_a_rank_that_is_lost_at_the_start_asks_for_a_restart(monkeypatch, capsys
 def test_a_loop_that_ends_before_the_job_asks_for_a_person():
     said: list[str] = []
     loop = SimpleNamespace(number=3, feed=SimpleNamespace(step=SimpleNamespace(number=9)))
-    replica = SimpleNamespace(_session=object(), _closed=False, _loop=loop, goes_over=True, _say=said.append)
+    replica = SimpleNamespace(session=object(), _closed=False, _loop=loop, goes_over=True, _say=said.append)
     with pytest.raises(SystemExit) as left:
         AcceleratedReplica.close(replica)
     assert left.value.code == FAILED and "ended at step 3, and the job is at step 9" in said[0]
@@ -285,5 +285,6 @@ def test_a_loop_of_lightning_that_is_ahead_of_the_job_asks_for_a_restart(capsys)
     job = pytest.importorskip("fabric.integrations.lightning.job")
     feed = SimpleNamespace(step=SimpleNamespace(number=3))
     with pytest.raises(SystemExit) as left:
-        job.LightningJob._leave(SimpleNamespace(_feed=feed), 9)
+        trainer = SimpleNamespace(global_step=9)
+        job.LightningJob.begin_step(SimpleNamespace(_fresh=True, _feed=feed, _trainer=trainer))
     assert left.value.code == RESTART and "at step 3 and the Trainer at step 9" in capsys.readouterr().err

@@ -73,14 +73,7 @@ class JournaledMain(MainThread):
         elif self.behind:
             self.behind, replayed, self.replayed = False, self.replayed, 0
             self.trainer.journal.write("joined", epoch=held.epoch, step=held.step, replayed=replayed)
-        self.trainer.journal.commit(
-            held,
-            world.settings.micro_batches,
-            {},
-            generation=order.generation,
-            contributed=order.contributed,
-            replay=order.prepared is None,
-        )
+        self.trainer.journal.commit(order, held, world.settings.micro_batches, {})
 
     def _install(self, order: io.Install) -> None:
         self._note_left_digest()

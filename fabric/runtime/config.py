@@ -267,10 +267,7 @@ class DurableRule:
 
 
 def parse_every(name: str, given: object, text: str = "") -> Interval:
-    """Return the interval of "100" (steps), "30s", "10m" or "1h"; an error repeats ``text``.
-
-    Raises ConfigError.
-    """
+    """Return the interval of "100" (steps), "30s" or "1h". Raises ConfigError, which repeats ``text``."""
     form = _EVERY.fullmatch(str(given).strip())
     if form is None:
         raise ConfigError(
@@ -303,9 +300,12 @@ def parse_durable_every(given: object) -> DurableRule:
     """Return the rule of "10m", "100 keep 5" or "10m, keep 3, required". Raises ConfigError."""
     text = " ".join(str(given).replace(",", " ").split())
     form = _DURABLE.fullmatch(text)
-    every = parse_every("durable_every", text if form is None else form[1], text)
-    assert form is not None
-    return DurableRule(every, int(form[2] or 3), form[3] is not None)
+    if form is None:
+        raise ConfigError(
+            f'FABRIC_DURABLE_EVERY is "{text[:80]}": give a number of steps such as 100, or a time such as '
+            '10m, and behind it, if wanted, "keep 3" and "required"'
+        )
+    return DurableRule(parse_every("durable_every", form[1], text), int(form[2] or 3), form[3] is not None)
 
 
 def parse_bind(text: str, name: str = "FABRIC_BIND") -> tuple[str, str]:

@@ -54,6 +54,7 @@ def test_arguments_come_before_environment_before_defaults():
         ({"FABRIC_DURABLE_EVERY": "10 m"}, "steps such as 100, or a time such as 10m"),
         ({"FABRIC_DURABLE_EVERY": "9" * 5000}, "FABRIC_DURABLE_EVERY"),
         ({"FABRIC_DURABLE_EVERY": "10m keep 0"}, "FABRIC_DURABLE_EVERY"),
+        ({"FABRIC_DURABLE_EVERY": "10m hold 3"}, 'and behind it, if wanted, "keep 3" and "required"'),
         ({"FABRIC_DURABLE_EVERY": "required"}, "FABRIC_DURABLE_EVERY"),
         ({"FABRIC_ON_ABORT": "retry 0"}, "FABRIC_ON_ABORT"),
         ({"FABRIC_DURABLE_EVERY_S": "600"}, "is gone: set FABRIC_DURABLE_EVERY=10m in its place"),

@@ -7,6 +7,7 @@ import runpy
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -64,8 +65,7 @@ def run_program(words: list[str]) -> None:
             adoption = importlib.import_module("fabric.integrations.adopt.adoption")
             adoption.run_adopted(functools.partial(_run, words))
         else:
-            _refuse_strangers()
-            _run(words)
+            _run_launched(words)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             # An adapter that would leave the job in order at the interpreter's end must know of the code.
@@ -82,16 +82,22 @@ def run_program(words: list[str]) -> None:
         raise SystemExit(DEVICE_FAILED) from None
 
 
-def _refuse_strangers() -> None:
-    """Let a launched script that updates a model without a session end with one sentence."""
+def _run_launched(words: list[str]) -> None:
+    """Run the script. If `fabric launch` started this process, a training without a session is refused."""
     environment = process_environment()
     if LAUNCH_MARK not in environment or environment.get("FABRIC_DISABLE", "0") not in ("", "0"):
+        _run(words)
         return
-    optimizers = importlib.import_module("torch.optim.optimizer")
+    torch = importlib.import_module("torch")
     attach = importlib.import_module("fabric.client.attach")
+    by_hand = importlib.import_module("fabric.client.loop.hand_updates").HandUpdates()
+    backward = torch.autograd.backward
+
+    def has_session() -> bool:
+        return attach.has_begun or any(name.startswith("fabric.integrations.") for name in sys.modules)
 
     def check(*_: object) -> None:
-        if attach.has_begun or any(name.startswith("fabric.integrations.") for name in sys.modules):
+        if has_session():
             return
         sys.stderr.write(
             "fabric: the script updates its model and has not called fabric.client.attach, so each replica "
@@ -99,7 +105,17 @@ def _refuse_strangers() -> None:
         )
         raise SystemExit(FAILED)
 
-    optimizers.register_optimizer_step_pre_hook(check)
+    @functools.wraps(backward)
+    def watched(tensors: Any, *arguments: Any, **named: Any) -> None:
+        if not has_session():
+            if by_hand.have_begun():
+                check()
+            by_hand.note(tensors)
+        backward(tensors, *arguments, **named)
+
+    importlib.import_module("torch.optim.optimizer").register_optimizer_step_pre_hook(check)
+    torch.autograd.backward = watched
+    _run(words)
 
 
 def _run(words: list[str]) -> None:

@@ -141,8 +141,22 @@ weight.grad = torch.ones(1)
 optimizer.step()
 print("updated")
 """
+BY_HAND = """
+import sys, torch
+layer, unused = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+losses = [layer(torch.ones(2)).sum() for _ in range(3)]
+losses[0].backward()  # accumulates, as a script does before it has a session
+losses[1].backward()
+if "attached" in sys.argv:
+    sys.modules["fabric.client.attach"].has_begun = True
+for parameter in layer.parameters():
+    parameter.data.add_(parameter.grad, alpha=-0.1)
+torch.autograd.backward([layer(torch.ones(2)).sum(), unused(torch.ones(2)).sum()])
+print("updated")
+"""
 
 
+@pytest.mark.parametrize("source", [STRANGER, BY_HAND])
 @pytest.mark.parametrize(
     ("words", "environment", "runs"),
     [
@@ -152,8 +166,8 @@ print("updated")
         ([], {}, True),
     ],
 )
-def test_a_launched_script_that_trains_without_a_session_is_refused(folder, words, environment, runs):
-    (folder / "train.py").write_text(STRANGER)
+def test_a_launched_script_that_trains_without_a_session_is_refused(folder, source, words, environment, runs):
+    (folder / "train.py").write_text(source)
     program = ("-m", "fabric.cli.main", "run", str(folder / "train.py"))
     ended = run_with_torch(*program, *words, **environment)
     if runs:

@@ -68,7 +68,7 @@ EXITS: dict[str, tuple[str, str]] = {
         "LAYOUT_REFUSED",
         "client/test_asked_layout.py::test_a_script_gets_its_layout_or_refuses_it",
     ),
-    "cli/run.py _refuse_strangers.check": (
+    "cli/run.py _run_launched.check": (
         "FAILED",
         "cli/test_run.py::test_a_launched_script_that_trains_without_a_session_is_refused",
     ),

@@ -294,6 +294,14 @@ def no_optimizer():
                 parameter -= 0.1 * parameter.grad
 
 
+def updates_by_hand():
+    model = torch.nn.Linear(2, 1)
+    for (x,) in data():
+        model(x).sum().backward()
+        for parameter in model.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
 def too_few_samples():
     len(DataLoader(TensorDataset(torch.randn(3, 2)), batch_size=2, shuffle=True, drop_last=True))
 
@@ -303,6 +311,7 @@ def too_few_samples():
     [
         (two_models, r"takes a script with one model, and this one has Linear, Linear: change the script"),
         (two_optimizers, "takes a script with one optimizer, and this one has AdamW, SGD: change"),
+        (updates_by_hand, "changes parameters by hand between backward passes, and --adopt exchanges at"),
         (no_optimizer, "this one has none: let an optimizer such as torch.optim.SGD change the parameters"),
         (foreign_parameters, "has parameters that Linear has not"),
         (closure, "gives its optimizer a closure"),

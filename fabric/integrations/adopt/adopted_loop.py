@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import fabric.client
 from fabric.client.data.loader import data_slot_of
 from fabric.client.data.randomness import seed_everything
 from fabric.client.gradients.forward_buffers import default_buffers
+from fabric.client.loop.hand_updates import HandUpdates
 from fabric.client.loop.later_changes import ONE_TRAINING
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS, belongs
@@ -70,6 +71,7 @@ class AdoptedLoop:
         self.data = AdoptedData(self, parse_replicas(settings.replicas)[1], self._slot)
         self._inputs: InputWatch | None = None
         self._outputs = RepeatedOutputs()
+        self._by_hand = HandUpdates()
         self._has_gradient = False  # a backward pass has run since the last update
         self._exchanged = False  # the gradient of this step is exchanged, and the update is to come
         self.updates = True  # whether that update is real
@@ -80,8 +82,16 @@ class AdoptedLoop:
 
     # --- what the script does -----------------------------------------------------------------------------
 
-    def on_backward(self) -> None:
-        """The script is about to run a backward pass."""
+    def on_backward(self, losses: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        """The script is about to run a backward pass from ``losses``."""
+        if self.session is None:
+            if self._by_hand.have_begun():
+                raise ConfigError(
+                    "the script changes parameters by hand between backward passes, and --adopt exchanges at "
+                    "the step of an optimizer: let an optimizer such as torch.optim.SGD change them, or "
+                    f"{OWN_WAY}"
+                )
+            self._by_hand.note(losses)
         if self._exchanged:
             raise ConfigError(
                 "the script runs another backward pass between the first use of the gradient and its update, "
@@ -367,10 +377,10 @@ def patched(loop: AdoptedLoop, job: str) -> Iterator[None]:
 
 def _backward(loop: AdoptedLoop, original: Call) -> Call:
     @functools.wraps(original)
-    def backward(*arguments: Any, **named: Any) -> None:
-        loop.on_backward()
+    def backward(tensors: Any, *arguments: Any, **named: Any) -> None:
+        loop.on_backward(tensors)
         if loop.computes:
-            original(*arguments, **named)
+            original(tensors, *arguments, **named)
         loop.after_backward()
 
     return backward

@@ -1,11 +1,15 @@
 """Gradients that a loop keeps from one step to the next, or drops within a step, are refused."""
 
+import ast
+
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 import fabric.client
 from fabric.client.gradients import bucket_stream
 from fabric.client.gradients.bucket_stream import StaleGradients
+from fabric.client.loop.loop_flow import early_change
 from fabric.errors import ConfigError
 
 WORDS = "the gradient of the step before was still there"
@@ -208,3 +212,65 @@ def test_an_update_within_the_loop_over_the_micro_batches_is_refused():
                 step.backward(model(x).square().mean())
                 optimizer.step()
     assert torch.equal(model.weight, before)
+
+
+def clip(model):
+    clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clip_values(model):
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("change", [clip, clip_values])
+@pytest.mark.parametrize("early", [True, False])
+def test_clipping_within_the_loop_over_the_micro_batches_is_refused(change, early):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = fabric.client.attach(model, optimizer, job="j", replica="r0", disable=True)
+    data = session.loader(torch.randn(8, 2), global_batch_size=8, micro_batch_size=4)
+
+    def train():
+        for step in session.steps(data, until=2):
+            for x in step:
+                step.backward(model(x).square().mean())
+                if early:
+                    change(model)
+            change(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if not early:
+        train()
+        assert session.committed_step == 2
+        return
+    with pytest.raises(
+        ConfigError, match="the script clips gradients within the loop over the micro-batches"
+    ):
+        train()
+    change(model)  # outside of the loop it is torch's own again
+
+
+IN_THE_LOOP = [
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+    "scaler.unscale_(optimizer)",
+    "for p in model.parameters(): p.grad.clamp_(-1, 1)",
+    "for name, p in model.named_parameters(): p.grad = p.grad * 2",
+    "for p in model.parameters(): p.grad *= 2",
+    "for p in group['params']: p.grad.data.add_(torch.randn_like(p))",
+]
+NOT_IN_THE_LOOP = [
+    "for p in model.parameters(): norms.append(p.grad.norm())",
+    "for p in model.parameters(): p.grad = None",
+    "x.grad.data.mul_(2)",
+    "torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])",
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"), [(x, True) for x in IN_THE_LOOP] + [(x, False) for x in NOT_IN_THE_LOOP]
+)
+def test_a_gradient_that_a_loop_over_micro_batches_changes_is_found_in_its_source(line, found):
+    head, colon, body = line.partition(": ")
+    nested = f"{head}:\n        {body}" if colon else line
+    assert bool(early_change(ast.parse(f"for x in step:\n    {nested}").body[0])) == found

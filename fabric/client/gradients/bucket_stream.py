@@ -11,6 +11,7 @@ notices the change before any member can commit: this round is redone, all later
 
 import contextlib
 import ctypes
+import functools
 import math
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from torch.nn.utils import clip_grad
 
 from fabric.errors import ConfigError, RoundAborted
 from fabric.ftar.buckets import Bucket, FlatGradients, is_complete, local_part
@@ -29,6 +31,12 @@ _LOOKS = 64  # steps of this process that are looked at
 _NOTES = 256  # so many times the gradients of a step's earlier micro-batches are noted
 _SAMPLED = 1024  # elements that are looked at in each gradient, unless its first bytes have a value
 _FIRST_BYTES = 64
+# Of all imports of clip_grad_norm_ the second part is called; of clip_grad_value_ torch has no such part.
+_CLIPPING = (
+    (clip_grad, "_clip_grads_with_norm_"),
+    (clip_grad, "clip_grad_value_"),
+    (torch.nn.utils, "clip_grad_value_"),
+)
 
 
 class StaleGradients:
@@ -53,6 +61,8 @@ class StaleGradients:
         self._with_value: torch.nn.Parameter | None = None  # one whose gradient must not become zero
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before)
+        for owner, name in _CLIPPING:
+            setattr(owner, name, self._watched(getattr(owner, name)))
 
     def micro_batch(self, is_first: bool, is_only: bool, frees: bool = False) -> Self:
         """Let the user's code compute a micro-batch, and watch the gradients of the step's earlier ones.
@@ -104,6 +114,18 @@ class StaleGradients:
         """Note that a replayed step follows: its gradient is written over what is there."""
         self._stale = set()
 
+    def _watched(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        own = getattr(clip, "fabric_watched", clip)  # of an earlier session in this process
+
+        @functools.wraps(own)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            if self._computes:
+                raise changed_early("the script clips gradients")
+            return own(*arguments, **named)
+
+        watched.fabric_watched = own  # type: ignore[attr-defined]
+        return watched
+
     def _became_zero(self) -> bool:
         gradient = self._with_value.grad if self._with_value is not None else None
         # A part of it may have become zero: before a refusal all of it is read.
@@ -122,6 +144,14 @@ class StaleGradients:
                 "would add it once: call optimizer.zero_grad() after each step, and in place of an "
                 "accumulation over steps choose a larger global batch"
             )
+
+
+def changed_early(what: str) -> ConfigError:
+    """Return the refusal of a loop that changes gradients before they are averaged."""
+    return ConfigError(
+        f"{what} within the loop over the micro-batches, before the gradients of all replicas are averaged, "
+        "so the result would depend on the number of replicas: do it after that loop, or scale the loss"
+    )
 
 
 def _dropped() -> ConfigError:

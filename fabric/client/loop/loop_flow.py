@@ -148,6 +148,27 @@ def gradient_sources(node: ast.AST) -> list[ast.expr]:
     return given if is_in_place and _in_gradient(node.func) else []
 
 
+def early_change(inner: ast.For) -> int:
+    """Return the line at which a loop over micro-batches clips, unscales or writes the gradients of its
+    parameters, or 0."""
+    nodes = [x for x in ast.walk(inner) if isinstance(x, ast.expr | ast.stmt)]
+    loops = [x for x in nodes if isinstance(x, ast.For) and "param" in ast.unparse(x.iter)]
+    parameters = {name for x in loops for name in stores([x.target])}
+    for node in nodes:
+        if isinstance(node, ast.Call) and called(node) in {*_CLIPS, "unscale_"}:
+            return node.lineno
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            changed = node.targets if isinstance(node, ast.Assign) else [node.target]
+            writes = not (isinstance(node.value, ast.Constant) and node.value.value is None)
+        else:
+            changed = [node.func] if isinstance(node, ast.Call) else []
+            writes = bool(gradient_sources(node))
+        roots = {dotted(x).partition(".")[0] for x in changed if _in_gradient(x)}
+        if writes and roots & parameters:
+            return node.lineno
+    return 0
+
+
 def _in_gradient(node: ast.expr) -> bool:
     while isinstance(node, ast.Subscript | ast.Attribute):
         if isinstance(node, ast.Attribute) and node.attr == "grad":

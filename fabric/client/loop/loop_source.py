@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fabric.client.gradients.bucket_stream import changed_early
 from fabric.client.loop.loop_flow import (
     COMPREHENSIONS,
     LOOPS,
@@ -25,6 +26,7 @@ from fabric.client.loop.loop_flow import (
     called,
     carry,
     dotted,
+    early_change,
     kept_weights,
     loops_at,
     made_from,
@@ -138,6 +140,9 @@ def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequ
     values, step = here.values, _step_name(loop.target, loop.iter)
     if not step:
         return
+    for inner in (x for x in ast.walk(loop) if isinstance(x, ast.For) and _iterates(x.iter, step)):
+        if line := early_change(inner):
+            raise changed_early(f"{here.file}:{line} changes gradients")
     _refuse_judged(here, tree, loop, shared)
     for name, line in _numbers(loop, step).items():
         if moves_training(loop, made_from(loop, {name}, parts=True)):

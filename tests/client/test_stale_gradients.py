@@ -255,14 +255,16 @@ IN_THE_LOOP = [
     "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
     "scaler.unscale_(optimizer)",
     "for p in model.parameters(): p.grad.clamp_(-1, 1)",
-    "for name, p in model.named_parameters(): p.grad = p.grad * 2",
     "for p in model.parameters(): p.grad *= 2",
-    "for p in group['params']: p.grad.data.add_(torch.randn_like(p))",
+    "for name, p in model.named_parameters(): p.grad.data.div_(norm)",
 ]
 NOT_IN_THE_LOOP = [
     "for p in model.parameters(): norms.append(p.grad.norm())",
     "for p in model.parameters(): p.grad = None",
     "x.grad.data.mul_(2)",
+    "for p, g in zip(model.parameters(), more): p.grad = g if p.grad is None else p.grad + g",
+    "for p, g in zip(model.parameters(), more): p.grad += g",
+    "for p, g in zip(model.parameters(), more): p.grad.add_(g)",
     "torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])",
 ]
 

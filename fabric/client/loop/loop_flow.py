@@ -13,6 +13,7 @@ _CONVERTS |= {"contiguous", "detach", "train", "eval"}
 _OF_GROUPS = {"lr", "momentum", "weight_decay", "betas", "eps"}
 GROWS = {"append", "appendleft", "extend", "extendleft", "insert"}
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"}
+_ADDS = {"add_", "sub_", "copy_"}  # to a gradient: the sum over micro-batches stays a sum
 MEASURES_GRADIENTS = {*_CLIPS, "get_total_norm"}
 _ORDERS = ast.Lt | ast.LtE | ast.Gt | ast.GtE
 _OF_HEALTH = {"isnan", "isinf", "isfinite"}  # a loop that ends by such a test ends with its job
@@ -149,22 +150,23 @@ def gradient_sources(node: ast.AST) -> list[ast.expr]:
 
 
 def early_change(inner: ast.For) -> int:
-    """Return the line at which a loop over micro-batches clips, unscales or writes the gradients of its
-    parameters, or 0."""
+    """Return the line at which a loop over micro-batches clips or scales what they have added up, or 0."""
     nodes = [x for x in ast.walk(inner) if isinstance(x, ast.expr | ast.stmt)]
     loops = [x for x in nodes if isinstance(x, ast.For) and "param" in ast.unparse(x.iter)]
     parameters = {name for x in loops for name in stores([x.target])}
     for node in nodes:
         if isinstance(node, ast.Call) and called(node) in {*_CLIPS, "unscale_"}:
             return node.lineno
-        if isinstance(node, ast.Assign | ast.AugAssign):
-            changed = node.targets if isinstance(node, ast.Assign) else [node.target]
-            writes = not (isinstance(node.value, ast.Constant) and node.value.value is None)
+        if isinstance(node, ast.AugAssign) and not isinstance(node.op, ast.Add | ast.Sub):
+            changed: ast.expr = node.target
+        elif isinstance(node, ast.Call) and gradient_sources(node) and called(node) not in _ADDS:
+            changed = node.func
         else:
-            changed = [node.func] if isinstance(node, ast.Call) else []
-            writes = bool(gradient_sources(node))
-        roots = {dotted(x).partition(".")[0] for x in changed if _in_gradient(x)}
-        if writes and roots & parameters:
+            continue
+        if (
+            _in_gradient(changed)
+            and {x.id for x in ast.walk(changed) if isinstance(x, ast.Name)} & parameters
+        ):
             return node.lineno
     return 0
 

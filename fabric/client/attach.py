@@ -38,7 +38,7 @@ from fabric.client.gradients.gradient_backend import (
     device_of,
 )
 from fabric.client.gradients.gradient_slots import GradientSlots
-from fabric.client.loop.model_watch import ModelWatch, accept_optimizers
+from fabric.client.loop.model_watch import ModelWatch, accept_optimizers, refuse_gradient_hooks
 from fabric.client.loop.session import Session, SoloSession
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.shutdown import refuse_second_training
@@ -177,6 +177,7 @@ def make_session(
     buffers = choose_buffers(model, choices.buffers)
     objects = shared_state(model, optimizers, state, buffers)
     outside = accept_optimizers(model, optimizers, state)
+    refuse_gradient_hooks(model)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")

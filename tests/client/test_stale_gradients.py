@@ -8,9 +8,11 @@ from torch.nn.utils import clip_grad_norm_
 
 import fabric.client
 from fabric.client.gradients import bucket_stream
-from fabric.client.gradients.bucket_stream import StaleGradients
+from fabric.client.gradients.bucket_stream import Overlap, StaleGradients
 from fabric.client.loop.loop_flow import early_change
+from fabric.client.loop.model_watch import refuse_gradient_hooks
 from fabric.errors import ConfigError
+from fabric.ftar.buckets import FlatGradients
 
 WORDS = "the gradient of the step before was still there"
 
@@ -276,3 +278,20 @@ def test_a_gradient_that_a_loop_over_micro_batches_changes_is_found_in_its_sourc
     head, colon, body = line.partition(": ")
     nested = f"{head}:\n        {body}" if colon else line
     assert bool(early_change(ast.parse(f"for x in step:\n    {nested}").body[0])) == found
+
+
+def test_a_hook_on_what_a_replica_has_added_up_is_refused_and_one_on_a_gradient_is_not(capsys):
+    def hook(parameter):
+        parameter.grad.clamp_(-1.0, 1.0)
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.bias.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))
+    refuse_gradient_hooks(model)
+    handle = model.bias.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(SystemExit):
+        fabric.client.attach(model, optimizer, job="j", replica="r0", disable=True)
+    assert "bias has a hook of register_post_accumulate_grad_hook" in capsys.readouterr().err
+    handle.remove()
+    Overlap(FlatGradients(list(model.named_parameters())), lambda *_: None, fewest_buckets=1)
+    refuse_gradient_hooks(model)

@@ -39,6 +39,23 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         )
 
 
+def refuse_gradient_hooks(model: torch.nn.Module) -> None:
+    """Raise ConfigError for a hook of the user's that may change what a parameter's ``.grad`` has added up.
+
+    Hooks of torch's own wrappers communicate, and hooks of ``register_hook`` see one backward pass.
+    """
+    for name, parameter in model.named_parameters():
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+            if module.partition(".")[0] not in ("torch", "fabric"):
+                raise ConfigError(
+                    f"{name} has a hook of register_post_accumulate_grad_hook, which sees the gradients that "
+                    "this replica has added up, before those of all replicas are averaged: use "
+                    "register_hook, or change .grad before optimizer.step()"
+                )
+
+
 def accept_optimizers(
     model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], state: Mapping[str, Any]
 ) -> list[torch.Tensor]:

@@ -215,6 +215,8 @@ CARRIED = {
     "a rate under a test of the best": TRAIN + "v = judge()\nif v < best:\n    best = v\nelse:\n"
     "    for group in optimizer.param_groups:\n        group['lr'] *= 0.5",
     "weights that are loaded under a test": TRAIN + "it += 1\nif it > 9:\n    model.load_state_dict(first)",
+    "a learning rate of update": TRAIN
+    + "it += 1\nfor group in optimizer.param_groups:\n    group.update(lr=1 / it)",
     "a learning rate": TRAIN + "it += 1\nfor group in optimizer.param_groups:\n    group['lr'] = 1 / it",
 }
 NOT_CARRIED = {

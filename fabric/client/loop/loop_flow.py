@@ -125,8 +125,10 @@ def moves_training(loop: ast.AST, made: set[str]) -> bool:
     for node in ast.walk(loop):
         if isinstance(node, ast.Call) and called(node) == "backward" and names_read(node) & made:
             return True
-        if isinstance(node, ast.Assign | ast.AugAssign) and names_read(node.value) & made and sets_rate(node):
-            return True
+        if isinstance(node, ast.Call | ast.Assign | ast.AugAssign):
+            given: list[ast.AST] = [*node.keywords] if isinstance(node, ast.Call) else [node.value]
+            if sets_rate(node) and any(names_read(x) & made for x in given):
+                return True
         if any(names_read(x) & made for x in gradient_sources(node)):
             return True
         is_tested = isinstance(node, ast.If) and names_read(node.test) & made
@@ -198,6 +200,8 @@ def kept_weights(tree: ast.AST, loop: ast.stmt, names: set[str]) -> Iterator[tup
 
 def sets_rate(node: ast.AST) -> bool:
     """Return whether a node sets a value of an optimizer's groups, or the base rates of a scheduler."""
+    if isinstance(node, ast.Call):  # group.update(lr=...)
+        return called(node) == "update" and any(x.arg in _OF_GROUPS for x in node.keywords)
     if not isinstance(node, ast.Assign | ast.AugAssign):
         return False
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -41,7 +41,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     read_header,
     read_preamble,
 )
-from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
+from fabric.ckpt_server.format.tensor_slices import Shard, find_shards, without_shards
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
 from fabric.protocol.messages.rank_messages import replica_digest
 from fabric.protocol.rules.lanes import TensorRegion
@@ -464,8 +464,8 @@ class MergedState:
     def _description(self) -> Any:
         """Return the description of the state, which is equal at all ranks except for the shards."""
         try:
-            descriptions = [_without_shards(parse_json(part.header.metadata)) for part in self._states]
-        except (RecursionError, LookupError, TypeError) as error:
+            descriptions = [without_shards(parse_json(part.header.metadata), {}) for part in self._states]
+        except (RecursionError, LookupError, TypeError, ValueError) as error:
             raise StateError(f"{self.name}: its description of the state is damaged") from error
         for rank, description in enumerate(descriptions):
             if description != descriptions[0]:
@@ -496,11 +496,3 @@ class MergedState:
         return StateError(
             f"{self.name}: {what}, as with pipeline stages: name a single rank (FOLDER#1, one URL)"
         )
-
-
-def _without_shards(node: Any) -> Any:
-    if isinstance(node, dict):
-        if "$shard" in node:
-            return node["$shard"][0]
-        return {key: _without_shards(inner) for key, inner in node.items()}
-    return [_without_shards(inner) for inner in node] if isinstance(node, list) else node

@@ -36,7 +36,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     file_order,
     read_preamble,
 )
-from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, local_shape
+from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, region_of
 from fabric.ckpt_server.state.training_state import FORMAT, names_of, parameter_names, tensor_at
 from fabric.ckpt_server.state.training_state import parse_description as step_and_tree
 from fabric.errors import StateError
@@ -181,8 +181,7 @@ class TensorPlacement:
         shape = tuple(tensor.shape)
         if not is_sharded(tensor):
             return cls(shape, TensorRegion.whole(shape), None)
-        description = describe_shard(tensor)
-        return cls(shape, TensorRegion(tuple(description["offset"]), local_shape(tensor)), description)
+        return cls(shape, region_of(tensor), describe_shard(tensor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,7 +299,7 @@ def test_only_a_writer_that_the_server_killed_for_its_memory_is_overtaken(monkey
                 await drain()
                 if is_needed:
                     for reader in tuple(slot.readers):
-                        reader.abort()
+                        reader()
                 else:
                     process.kill()
 

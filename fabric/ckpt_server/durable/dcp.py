@@ -12,7 +12,6 @@ import io
 import uuid
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,8 +35,8 @@ except ImportError:  # before torch 2.15 the class has a private home only
 
 from fabric.ckpt_server.durable.reader import MAX_JSON_BYTES, METADATA
 from fabric.ckpt_server.durable.storage import Storage, storage_errors
-from fabric.ckpt_server.format.safetensors_file import FileHeader, read_header
-from fabric.ckpt_server.state.dtensor import Shardings
+from fabric.ckpt_server.format.safetensors_file import read_header
+from fabric.ckpt_server.state.dtensor import LocalParts
 from fabric.ckpt_server.state.encoding import DTYPE_BY_NAME, StateDecoder
 from fabric.ckpt_server.state.training_state import host_bytes, parse_description, tensor_at
 from fabric.errors import StateError
@@ -122,44 +121,6 @@ def _raw_begin(begin: int, file: DigestingFile, nbytes: int) -> int:
     return begin + entry.header_offset + _LOCAL_HEADER_BYTES + names
 
 
-class _LocalShards(Shardings):
-    """Leaves shards as the file has them: as local tensors, with their description."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[int, tuple[torch.Tensor, Mapping[str, Any]]] = {}
-
-    def build(self, local: torch.Tensor, description: Mapping[str, Any]) -> torch.Tensor:
-        self.found[id(local)] = (local, description)
-        return local
-
-
-@dataclass(slots=True)
-class _DecodedSnapshot:
-    """A snapshot taken apart: values and paths by dotted name, and the shards among the tensors.
-
-    ``blobs`` names the tensors whose bytes lie in the file.
-    """
-
-    header: FileHeader
-    values: Mapping[str, Any]
-    paths: Mapping[str, tuple[str | int, ...]]
-    shards: dict[int, tuple[torch.Tensor, Mapping[str, Any]]]
-    blobs: dict[int, str]
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def _take_apart(file: memoryview) -> _DecodedSnapshot:
-    header = read_header(file)
-    spans = {span.name: span for span in header.tensors}
-    shardings = _LocalShards()
-    decoder = StateDecoder(lambda name: tensor_at(file, spans[name]), set(spans), shardings=shardings)
-    _, tree = parse_description(header.metadata)
-    values, paths = flatten_state_dict({name: decoder.decode(node) for name, node in tree.items()})
-    blobs = {id(tensor): name for name, tensor in decoder.seen.items()}
-    return _DecodedSnapshot(header, values, paths, shardings.found, blobs, decoder.seen)
-
-
 def write_rank_shard(
     storage: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, begun: Callable[[], None]
 ) -> dict[str, Any]:
@@ -169,24 +130,25 @@ def write_rank_shard(
     Calls ``begun`` when a part of the data is written. Raises StateError; then ``storage`` holds half-written
     files.
     """
-    state = _take_apart(file)
+    header, local = read_header(file), LocalParts()
+    spans = {span.name: span for span in header.tensors}
+    decoder = StateDecoder(lambda name: tensor_at(file, spans[name]), set(spans), shardings=local)
+    _, tree = parse_description(header.metadata)
+    values, paths = flatten_state_dict({name: decoder.decode(node) for name, node in tree.items()})
+    blobs = {id(tensor): name for name, tensor in decoder.seen.items()}  # those whose bytes lie in the file
     data, rest = f"__{rank}_0.distcp", f"fabric-{rank}.bin"
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     raw: dict[str, tuple[str, int]] = {}
     with storage.create(data) as opened:
         out = DigestingFile(opened)
-        for name, value in state.values.items():
+        for name, value in values.items():
             begin = out.mark()
             torch.save(value, out)  # type: ignore[arg-type]  # it needs write and flush
-            entry: dict[str, Any] = {
-                "begin": begin,
-                "nbytes": out.nbytes - begin,
-                "path": list(state.paths[name]),
-            }
+            entry = {"begin": begin, "nbytes": out.nbytes - begin, "path": list(paths[name])}
             if isinstance(value, torch.Tensor):
-                tensors[name] = {**entry, **_describe(value, state.shards)}
-                blob = state.blobs.get(id(value))
+                tensors[name] = {**entry, **_describe(value, local)}
+                blob = blobs.get(id(value))
                 if blob is not None and value.numel():
                     raw.setdefault(blob, (data, _raw_begin(begin, out, value.nbytes)))
             else:
@@ -196,14 +158,14 @@ def write_rank_shard(
         files = {data: {"nbytes": out.nbytes, "digest": out.digest}}
     with storage.create(rest) as opened:
         out = DigestingFile(opened)
-        out.write(file[: state.header.nbytes])
-        for span in state.header.tensors:
+        out.write(file[: header.nbytes])
+        for span in header.tensors:
             if span.name not in raw and span.begin < span.end:
                 raw[span.name] = (rest, out.nbytes)
                 out.write(file[span.begin : span.end])
         files[rest] = {"nbytes": out.nbytes, "digest": out.digest}
-    segments: list[list[Any]] = [[rest, 0, state.header.nbytes]]
-    segments += [[*raw[s.name], s.end - s.begin] for s in state.header.tensors if s.begin < s.end]
+    segments: list[list[Any]] = [[rest, 0, header.nbytes]]
+    segments += [[*raw[s.name], s.end - s.begin] for s in header.tensors if s.begin < s.end]
     return {
         "format": 1,
         "rank": rank,
@@ -223,10 +185,8 @@ def _digest_since(out: DigestingFile, begin: int) -> str:
     return f"{hasher.hexdigest()}-{out.nbytes - begin}"
 
 
-def _describe(
-    tensor: torch.Tensor, shards: Mapping[int, tuple[torch.Tensor, Mapping[str, Any]]]
-) -> dict[str, Any]:
-    shard = shards.get(id(tensor))
+def _describe(tensor: torch.Tensor, local: LocalParts) -> dict[str, Any]:
+    shard = local.parts.get(id(tensor))
     chunk = list(tensor.shape)
     shape, offset = (chunk, [0] * len(chunk)) if shard is None else (shard[1]["shape"], shard[1]["offset"])
     return {

@@ -168,14 +168,9 @@ def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[s
     nbytes, block_bytes = manifest.get("nbytes"), manifest.get("block_bytes")
     if not is_count(nbytes, MAX_FILE_BYTES) or not nbytes:
         raise StateError("The manifest has no usable size.")
-    assert isinstance(nbytes, int)
     if nbytes > max_nbytes:
         raise StateError(f"The snapshot has {nbytes} bytes and at most {max_nbytes} are accepted here.")
-    if (
-        not is_count(block_bytes, MAX_BLOCK_BYTES)
-        or not isinstance(block_bytes, int)
-        or block_bytes < MIN_BLOCK_BYTES
-    ):
+    if not is_count(block_bytes, MAX_BLOCK_BYTES) or block_bytes < MIN_BLOCK_BYTES:
         raise StateError("The manifest has no usable block size.")
     _check_blocks(manifest, math.ceil(nbytes / block_bytes))
     return manifest
@@ -192,7 +187,6 @@ def _check_ranks(manifest: Mapping[str, Any]) -> None:
     listed = isinstance(ranks, list) and all(is_hex(digest, DIGEST_DIGITS) for digest in ranks)
     if not listed or not isinstance(ranks, list) or not is_count(rank, len(ranks) - 1):
         raise StateError("The manifest lists no usable digests of the ranks.")
-    assert isinstance(rank, int)
     if "content" in manifest and len({digest[:16] for digest in ranks}) > 1:
         raise StateError("The manifest lists contents of ranks that describe different states.")
     if ranks[rank] != part_digest(manifest):

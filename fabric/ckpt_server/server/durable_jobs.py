@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import fabric
-from fabric.ckpt_server.format.manifest import check_manifest, state_digest
 from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.errors import Refused
@@ -155,10 +154,8 @@ class DurableJobs:
             return dict(_OVERTAKEN)
         content = slot.content
         assert content is not None and slot.memfd is not None
-        served = json.loads(content.manifest)
-        # The snapshot's own manifest has no entries that the server adds for readers.
-        manifest = check_manifest({k: v for k, v in served.items() if k not in ("url", "tensors")})
-        digest = state_digest(manifest)
+        manifest = json.loads(content.manifest_without_tensors)
+        del manifest["url"]  # the server has added it for readers
         descriptor = slot.memfd.fd
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -199,14 +196,9 @@ class DurableJobs:
             raise
         if is_killed and not report:
             return dict(_OVERTAKEN)
-        return {**_parsed(report, code), "digest": digest}
-
-
-def _parsed(report: bytes, code: int) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        body = json.loads(report)
-        if isinstance(body, dict):
-            return body
-    if code == -9:
-        return {"ok": False, "error": "its writer was killed, as when its host has no memory left"}
-    return {"ok": False, "error": f"its writer ended with code {code}; see the checkpoint server's log"}
+        with contextlib.suppress(ValueError):
+            if isinstance(parsed := json.loads(report), dict):
+                return {**parsed, "digest": content.state}
+        if code == -9:
+            return {"ok": False, "error": "its writer was killed, as when its host has no memory left"}
+        return {"ok": False, "error": f"its writer ended with code {code}; see the checkpoint server's log"}

@@ -13,20 +13,6 @@ import numpy.typing as npt
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES
 
 _PIECE_ELEMENTS = 1 << 18
-_PLAIN = {
-    "BOOL": np.uint8,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "U16": np.uint16,
-    "I16": np.int16,
-    "F16": np.float16,
-    "U32": np.uint32,
-    "I32": np.int32,
-    "F32": np.float32,
-    "U64": np.uint64,
-    "I64": np.int64,
-    "F64": np.float64,
-}
 Array = npt.NDArray[Any]
 
 
@@ -35,16 +21,17 @@ def values(data: memoryview, dtype: str) -> Array:
 
     ``dtype`` is a name of the safetensors format. Raises ValueError for one that is not known.
     """
-    if dtype in _PLAIN:
-        return np.frombuffer(data, dtype=_PLAIN[dtype])
+    if dtype == "BOOL":
+        return np.frombuffer(data, dtype=np.uint8)
+    if dtype in ELEMENT_BYTES and dtype[1:].isdecimal():  # such as F32, in numpy f4
+        return np.frombuffer(data, dtype=f"<{dtype[0].lower()}{ELEMENT_BYTES[dtype]}")
     if dtype == "BF16":
         # A bfloat16 has the bits of the upper half of a float32.
         return (np.frombuffer(data, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E5M2":
         # An E5M2 has the bits of the upper half of a float16.
-        return (
-            (np.frombuffer(data, dtype=np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-        )
+        halves = np.frombuffer(data, dtype=np.uint8).astype(np.uint16) << 8
+        return halves.view(np.float16).astype(np.float32)
     if dtype == "F8_E4M3":
         return _E4M3[np.frombuffer(data, dtype=np.uint8)]
     raise ValueError(f"no elements of type {dtype[:40]!r} are known")

@@ -411,7 +411,7 @@ class TrainerChannel:
     async def _publish_snapshot(self, rank: LocalRank, body: dict[str, Any]) -> Response:
         request = decode_as(PublishSnapshotRequest, body, "publish_snapshot")
         slot = rank.slots.slot(SNAPSHOT, request.slot)
-        view, version = self._published_view(slot)
+        view, version = self._published_view(slot), slot.version
         content = await asyncio.to_thread(
             snapshot_content, body.get("manifest"), view, self._ranks.settings.job, rank.url
         )
@@ -426,17 +426,16 @@ class TrainerChannel:
     async def _publish_gradient(self, rank: LocalRank, body: dict[str, Any]) -> Response:
         index = body.get("slot")
         slot = rank.slots.slot(GRADIENT, index if type(index) is int else -1)
-        view, _ = self._published_view(slot)
-        rank.slots.publish(slot, gradient_content(body, len(view)))
+        rank.slots.publish(slot, gradient_content(body, len(self._published_view(slot))))
         following = body.get("then_begin", -1)
         if following == -1:
             return _success()
         return await self._begin(rank, {"kind": GRADIENT, "slot": following})
 
-    def _published_view(self, slot: SharedSlot) -> tuple[memoryview, int]:
+    def _published_view(self, slot: SharedSlot) -> memoryview:
         if slot.memfd is None:
             raise Refused(f"{slot.kind} slot {slot.index} has no memory: allocate it first")
-        return slot.memfd.view, slot.version
+        return slot.memfd.view
 
     async def _persist(self, rank: LocalRank, body: dict[str, Any]) -> Response:
         own = {"job": self._ranks.settings.job, "replica": self._ranks.settings.replica}

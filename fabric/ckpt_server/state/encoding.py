@@ -68,17 +68,8 @@ FILE_DTYPE: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
 }
 TORCH_DTYPE: Mapping[str, torch.dtype] = {word: dtype for dtype, word in FILE_DTYPE.items()}
-RAW_DTYPE: Mapping[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        "complex32",
-        "complex64",
-        "complex128",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-    )
-}
+_RAW = ("complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+RAW_DTYPE: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _RAW}
 DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -98,9 +89,6 @@ class StatePath:
     def key(self, key: object) -> "StatePath":
         word = key.replace("~", "~0").replace("/", "~1") if isinstance(key, str) else key
         return StatePath(f"{self.blob}/{word}", key, self, self.depth + 1)
-
-    def index(self, index: int) -> "StatePath":
-        return StatePath(f"{self.blob}/{index}", index, self, self.depth + 1)
 
     @property
     def spoken(self) -> str:
@@ -138,7 +126,11 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def encode(value: object, path: StatePath, blobs: Blobs, ties: dict[object, str] | None = None) -> Any:
+_Ties = dict[object, str] | None
+_Encoder = Callable[[Any, StatePath, Blobs, _Ties], Any]
+
+
+def encode(value: object, path: StatePath, blobs: Blobs, ties: _Ties = None) -> Any:
     """Return ``value`` as JSON; tensors go to ``blobs``. Raises StateError with the path of a bad value.
 
     With ``ties``, a tensor that has the same memory as an earlier tensor is stored once.
@@ -163,10 +155,6 @@ def encode(value: object, path: StatePath, blobs: Blobs, ties: dict[object, str]
         f"{path.spoken} is a {type(value).__module__}.{type(value).__qualname__} and cannot be serialised"
         " without pickle; leave it out of state_dict() or make it tensors, numbers, strings, lists or dicts."
     )
-
-
-_Ties = dict[object, str] | None
-_Encoder = Callable[[Any, StatePath, Blobs, _Ties], Any]
 
 
 def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
@@ -271,7 +259,7 @@ def _encode_ordered(value: "OrderedDict[Any, Any]", path: StatePath, blobs: Blob
 
 
 def _encode_list(value: list[Any] | tuple[Any, ...], path: StatePath, blobs: Blobs, ties: _Ties) -> list[Any]:
-    return [encode(item, path.index(index), blobs, ties) for index, item in enumerate(value)]
+    return [encode(item, path.key(index), blobs, ties) for index, item in enumerate(value)]
 
 
 def _encode_defaultdict(value: "defaultdict[Any, Any]", path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
@@ -349,8 +337,7 @@ class StateDecoder:
     def pairs(self, items: Any, depth: int) -> list[tuple[Any, Any]]:
         """Decode key-value pairs with every key once."""
         decoded = [(self.decode(key, depth), self.decode(item, depth)) for key, item in items]
-        _spread([key for key, _ in decoded])
-        if len({key for key, _ in decoded}) != len(decoded):
+        if len(set(_spread([key for key, _ in decoded]))) != len(decoded):
             raise ValueError("a key occurs twice")
         return decoded
 
@@ -383,11 +370,6 @@ def _decode_tensor(decoder: StateDecoder, node: Any, depth: int) -> torch.Tensor
     return raw.clone().view(dtype).reshape(raw.shape[:-1])  # the clone's memory is aligned
 
 
-def _decode_shard(decoder: StateDecoder, node: Any, depth: int) -> torch.Tensor:
-    local, description = node
-    return decoder.shardings.build(decoder.decode(local, depth), description)
-
-
 def _decode_array(decoder: StateDecoder, node: Any, depth: int) -> "np.ndarray[Any, Any]":
     name, word, shape = node
     dtype = np.dtype(word)
@@ -412,22 +394,14 @@ def _double(text: str) -> float:
     return value
 
 
-def _decode_float(decoder: StateDecoder, node: Any, depth: int) -> float:
-    return _double(node)
-
-
-def _decode_dtype(decoder: StateDecoder, node: Any, depth: int) -> torch.dtype:
-    return DTYPE_BY_NAME[node]
-
-
 _DECODERS: dict[str, Callable[[StateDecoder, Any, int], Any]] = {
     "$tensor": _decode_tensor,
-    "$shard": _decode_shard,
+    "$shard": lambda d, n, depth: d.shardings.build(d.decode(n[0], depth), n[1]),
     "$array": _decode_array,
     "$numpy": lambda d, n, depth: _decode_array(d, n, depth)[()],
     "$module": _decode_module,
-    "$float": _decode_float,
-    "$dtype": _decode_dtype,
+    "$float": lambda d, n, depth: _double(n),
+    "$dtype": lambda d, n, depth: DTYPE_BY_NAME[n],
     "$map": lambda d, n, depth: dict(d.pairs(n, depth)),
     "$ordered": lambda d, n, depth: OrderedDict(d.pairs(n, depth)),
     "$counter": lambda d, n, depth: Counter(dict(d.pairs(n, depth))),

@@ -331,7 +331,10 @@ def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = a
     tensors = tensors_of(file, header.tensors)
     # A module copies its tensors out of the file.
     in_file = {name for name, live in objects.items() if isinstance(live, torch.nn.Module)}
-    decoded = _decode(tree, tensors, _shardings(objects), in_file, run)
+    blobs = Blobs()
+    for name, _, state in _states(objects):
+        encode(state, StatePath.root(name), blobs)
+    decoded = _decode(tree, tensors, blobs.shardings, in_file, run)
     for name, live in objects.items():
         check_fit(name, live, decoded[name])
     load_all(objects, decoded, run)
@@ -430,13 +433,6 @@ def _states(objects: Mapping[str, object], by_name: bool = False) -> Iterator[tu
             yield name, value, value.state_dict()  # type: ignore[attr-defined]
 
 
-def _shardings(objects: Mapping[str, object]) -> Shardings:
-    blobs = Blobs()
-    for name, _, state in _states(objects):
-        encode(state, StatePath.root(name), blobs)
-    return blobs.shardings
-
-
 def parse_description(metadata: str) -> tuple[int, dict[str, Any]]:
     """Return the step and the tree of values in a file's metadata. Raises StateError for other metadata."""
     description = parse_json(metadata)
@@ -447,7 +443,6 @@ def parse_description(metadata: str) -> tuple[int, dict[str, Any]]:
     step, tree = description.get("step"), description.get("state")
     if not is_count(step, _MAX_STEP) or not isinstance(tree, dict):
         raise StateError("The state names no step or no objects; it is damaged.")
-    assert isinstance(step, int)
     return step, tree
 
 
@@ -461,31 +456,25 @@ def _require_names(stored: set[str], objects: Mapping[str, object]) -> None:
 
 
 def tensors_of(file: memoryview, spans: Iterable[TensorSpan]) -> dict[str, torch.Tensor]:
-    """Return all tensors of ``file`` by name, each as ``tensor_at`` gives it."""
+    """Return the tensors at ``spans`` by name, in the file's own memory where that is writable and aligned,
+    else as copies."""
     address = np.frombuffer(file, np.uint8).ctypes.data
     tensors = {}
-    for span in spans:
-        name, word, shape, begin, end = span
-        width = ELEMENT_BYTES[word]
-        if begin == end or file.readonly or (address + begin) % width:
-            tensors[name] = tensor_at(file, span)
+    for name, word, shape, begin, end in spans:
+        dtype, width = TORCH_DTYPE[word], ELEMENT_BYTES[word]
+        if begin == end:
+            tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
             continue
-        dtype, count = TORCH_DTYPE[word], (end - begin) // width
-        flat = torch.frombuffer(file, dtype=dtype, count=count, offset=begin)
+        if file.readonly or (address + begin) % width:  # torch supports neither
+            flat = torch.from_numpy(np.frombuffer(file[begin:end], np.uint8).copy()).view(dtype)
+        else:
+            flat = torch.frombuffer(file, dtype=dtype, count=(end - begin) // width, offset=begin)
         tensors[name] = flat if len(shape) == 1 else flat.view(shape)
     return tensors
 
 
 def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
-    """Return the tensor at ``span``, in the file's own memory where that is writable and aligned, else a
-    copy."""
-    dtype = TORCH_DTYPE[span.dtype]
-    if span.begin == span.end:
-        return torch.empty(span.shape, dtype=dtype, device="cpu")
-    raw = np.frombuffer(file[span.begin : span.end], np.uint8)
-    if file.readonly or raw.ctypes.data % dtype.itemsize:
-        raw = raw.copy()  # torch supports neither read-only memory nor unaligned addresses
-    return torch.from_numpy(raw).view(dtype).reshape(span.shape)
+    return tensors_of(file, [span])[span.name]
 
 
 def _host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -55,34 +55,10 @@ _MAX_HEALTH_BYTES = 4 << 10
 _SNAPSHOTS = "/v1/snapshots/"
 
 
-class ReadableState(Protocol):
-    """A state that can be read. ``name``: the user's name of it; ``tensors``: in file order.
-
-    It is the part of rank ``rank`` of ``ranks`` (0 of 1: the whole state).
-    """
-
-    name: str
-    step: int
-    nbytes: int
-    rank: int
-    ranks: int
-    tensors: dict[str, TensorSpan]
-
-    @property
-    def digest(self) -> str:
-        """The digest of the whole state, 32 hex digits."""
-
-    def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes of the file. Raises StateError or Unreachable."""
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield all bytes of the file in order. Raises StateError or Unreachable."""
-
-
 @contextmanager
 def open_state(
     name: str, token: str, tls: Tls | None = None, timeout_s: float | None = None
-) -> Iterator[ReadableState]:
+) -> "Iterator[ReadableState]":
     """The state that ``name`` (a path or URLs) stands for. Raises FabricError.
 
     ``timeout_s``: how long reading from checkpoint servers may take."""
@@ -117,6 +93,11 @@ def _folder_and_rank(name: str) -> tuple[str, str | None]:
     """Return the folder and the text after its mark. A mark in the folder's own path counts as a letter."""
     url, mark, rank = name.rpartition("#")
     return (url, rank) if mark and "/" not in rank and not Path(name).is_dir() else (name, None)
+
+
+# A state that can be read has a ``name`` (the user's name of it), ``step`` and ``nbytes``. Its ``tensors``
+# are in file order. It is the part of rank ``rank`` of ``ranks`` (0 of 1: the whole state). ``digest`` is of
+# the whole state, 32 hex digits. ``read`` returns bytes of the file, ``pieces`` yields all bytes in order.
 
 
 class FileState:
@@ -496,3 +477,6 @@ class MergedState:
         return StateError(
             f"{self.name}: {what}, as with pipeline stages: name a single rank (FOLDER#1, one URL)"
         )
+
+
+ReadableState = FileState | BlockState | MergedState

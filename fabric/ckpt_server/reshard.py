@@ -453,7 +453,8 @@ class ReshardPlan:
         for rank, node in nodes.items():
             inner, stored = node.get("$shard", (node, None)) if isinstance(node, dict) else (None, None)
             name = inner.get("$tensor") if isinstance(inner, dict) else None
-            if isinstance(name, list) and stored is None and not _is_sharded(live):
+            is_sharded_here = isinstance(live, TensorPlacement) and live.description is not None
+            if isinstance(name, list) and stored is None and not is_sharded_here:
                 self._place(name[0], {r: (n["$tensor"][0], None) for r, n in nodes.items()}, None, path)
                 return first
             if not isinstance(name, str) or (stored is None) != ("$shard" not in first):
@@ -579,10 +580,6 @@ def _placed(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_placed(inner) for inner in value]
     return None
-
-
-def _is_sharded(live: Any) -> bool:
-    return isinstance(live, TensorPlacement) and live.description is not None
 
 
 def _at(live: Any, key: Any) -> Any:

@@ -35,7 +35,7 @@ def hold(handle, slot: int, step: int) -> bytes:
 
 
 def persist(handle, url: str, step: int, incarnation: int = 1, **more: bool) -> None:
-    handle.persist(step, 1, url=url, incarnation=incarnation, keep=3, **more)
+    handle.persist(DurableJob(url, "", "", incarnation, keep=3, generation=1, step=step, **more))
 
 
 def steps(url: str) -> list[int]:

@@ -152,7 +152,9 @@ def write_rank_shard(
                 if blob is not None and value.numel():
                     raw.setdefault(blob, (data, _raw_begin(begin, out, value.nbytes)))
             else:
-                objects[name] = {**entry, "digest": _digest_since(out, begin)}
+                # To compare the objects of several ranks.
+                digest = xxhash.xxh3_64_hexdigest(b"".join(piece for _, piece in out.pieces))
+                objects[name] = {**entry, "digest": f"{digest}-{out.nbytes - begin}"}
             if not begin:
                 begun()
         files = {data: {"nbytes": out.nbytes, "digest": out.digest}}
@@ -164,25 +166,16 @@ def write_rank_shard(
                 raw[span.name] = (rest, out.nbytes)
                 out.write(file[span.begin : span.end])
         files[rest] = {"nbytes": out.nbytes, "digest": out.digest}
-    segments: list[list[Any]] = [[rest, 0, header.nbytes]]
-    segments += [[*raw[s.name], s.end - s.begin] for s in header.tensors if s.begin < s.end]
+    segments = [[*raw[s.name], s.end - s.begin] for s in header.tensors if s.begin < s.end]
     return {
         "format": 1,
         "rank": rank,
         "snapshot": dict(snapshot),
-        "segments": segments,
+        "segments": [[rest, 0, header.nbytes], *segments],
         "tensors": tensors,
         "objects": objects,
         "files": files,
     }
-
-
-def _digest_since(out: DigestingFile, begin: int) -> str:
-    """Return the digest of the object written since ``begin``, to compare the objects of several ranks."""
-    hasher = xxhash.xxh3_64()
-    for _, piece in out.pieces:
-        hasher.update(piece)
-    return f"{hasher.hexdigest()}-{out.nbytes - begin}"
 
 
 def _describe(tensor: torch.Tensor, local: LocalParts) -> dict[str, Any]:
@@ -204,7 +197,7 @@ def write_metadata(storage: Storage, rank_shards: list[dict[str, Any]]) -> None:
     described: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     written: dict[MetadataIndex, WriteResult] = {}
-    for kind, add in (("tensors", _add_tensor), ("objects", _add_object)):
+    for kind in ("tensors", "objects"):
         for name in dict.fromkeys(n for rank_shard in rank_shards for n in rank_shard[kind]):
             parts = [
                 (rank_shard["rank"], rank_shard[kind][name])
@@ -216,22 +209,20 @@ def write_metadata(storage: Storage, rank_shards: list[dict[str, Any]]) -> None:
                 key = name if alike else f"rank{rank}.{name}"
                 path = tuple(entry["path"]) if alike else (f"rank{rank}", *entry["path"])
                 paths[key] = path
-                index = add(described, key, entry, alike)
+                if kind == "tensors":
+                    index = _add_tensor(described, key, entry, alike)
+                else:
+                    index, described[key] = MetadataIndex(key), BytesStorageMetadata()
                 where = _StorageInfo(f"__{rank}_0.distcp", entry["begin"], entry["nbytes"])
                 written.setdefault(index, WriteResult(index, entry["nbytes"], where))
     metadata = Metadata(state_dict_metadata=described, planner_data=paths)
-    storage.put(METADATA, _index_file(metadata, list(written.values())))
-
-
-def _index_file(metadata: Metadata, written: list[WriteResult]) -> bytes:
-    """Return the library's index file. The library renames the file, which deletes one in an object store."""
+    # The library renames the file, which deletes one in an object store.
     scratch = Storage(f"memory://fabric-{uuid.uuid4().hex}")
     scratch.make()
     with storage_errors("made", METADATA):
-        FsspecWriter(scratch.url).finish(metadata, [written])
-    data = scratch.get(METADATA, MAX_JSON_BYTES)
+        FsspecWriter(scratch.url).finish(metadata, [list(written.values())])
+    storage.put(METADATA, scratch.get(METADATA, MAX_JSON_BYTES))
     scratch.remove_folder()
-    return data
 
 
 def _fit_together(entries: list[dict[str, Any]]) -> bool:
@@ -258,8 +249,3 @@ def _add_tensor(described: dict[str, Any], key: str, entry: dict[str, Any], alik
     if part not in metadata.chunks:
         metadata.chunks.append(part)
     return MetadataIndex(key, offset)
-
-
-def _add_object(described: dict[str, Any], key: str, entry: dict[str, Any], alike: bool) -> MetadataIndex:
-    described[key] = BytesStorageMetadata()
-    return MetadataIndex(key)

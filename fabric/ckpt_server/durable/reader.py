@@ -109,9 +109,16 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
     if not is_count(manifest.get("ranks"), MAX_RANKS) or not manifest["ranks"]:
         raise StateError(f"{name} has no usable number of ranks")
     files = manifest.get("files")
-    if not isinstance(files, dict) or not all(_is_file(*entry) for entry in files.items()):
-        raise StateError(f"{name} lists files with impossible names or sizes")
-    missing = [rank_shard_name(r) for r in range(manifest["ranks"]) if rank_shard_name(r) not in files]
+    for file, entry in files.items() if isinstance(files, dict) else [("", None)]:
+        # A plain file name, never a path, with a size and a digest.
+        if (
+            not _FILE.fullmatch(file)
+            or not isinstance(entry, dict)
+            or not is_count(entry.get("nbytes"), MAX_FILE_BYTES)
+            or not is_hex(entry.get("digest"), DIGEST_DIGITS)
+        ):
+            raise StateError(f"{name} lists files with impossible names or sizes")
+    missing = [x for x in map(rank_shard_name, range(manifest["ranks"])) if x not in manifest["files"]]
     if missing:
         raise StateError(f"{name} does not list {missing[0]}")
     return manifest
@@ -146,13 +153,6 @@ def parse_rank_shard(data: bytes, name: str, manifest: Mapping[str, Any], rank: 
     if sum(s.nbytes for s in segments) != snapshot["nbytes"]:
         raise StateError(f"{name} does not say where each of its {snapshot['nbytes']} bytes is")
     return RankShard(snapshot, segments)
-
-
-def _is_file(name: object, entry: object) -> bool:
-    """Whether ``name`` is a plain file name, never a path, and ``entry`` has a size and a digest."""
-    if not isinstance(name, str) or not _FILE.fullmatch(name) or not isinstance(entry, dict):
-        return False
-    return is_count(entry.get("nbytes"), MAX_FILE_BYTES) and is_hex(entry.get("digest"), DIGEST_DIGITS)
 
 
 def _segment(entry: object, files: Mapping[str, Any], name: str) -> Segment:

@@ -172,7 +172,15 @@ def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[s
         raise StateError(f"The snapshot has {nbytes} bytes and at most {max_nbytes} are accepted here.")
     if not is_count(block_bytes, MAX_BLOCK_BYTES) or block_bytes < MIN_BLOCK_BYTES:
         raise StateError("The manifest has no usable block size.")
-    _check_blocks(manifest, math.ceil(nbytes / block_bytes))
+    blocks, expected = manifest.get("blocks"), math.ceil(nbytes / block_bytes)
+    if not isinstance(blocks, list) or len(blocks) != expected:
+        count = len(blocks) if isinstance(blocks, list) else 0
+        raise StateError(f"The manifest lists {count} blocks where its size needs {expected}.")
+    if not all(is_hex(block, BLOCK_DIGITS) for block in blocks):
+        raise StateError(f"The manifest has a block digest that is not {BLOCK_DIGITS} hex digits.")
+    digest = digest_of_blocks(nbytes, blocks, block_bytes)
+    if digest != manifest["digest"]:
+        raise IntegrityError(f"The manifest's blocks give the digest {digest} and not {manifest['digest']}.")
     return manifest
 
 
@@ -191,15 +199,3 @@ def _check_ranks(manifest: Mapping[str, Any]) -> None:
         raise StateError("The manifest lists contents of ranks that describe different states.")
     if ranks[rank] != part_digest(manifest):
         raise StateError(f"The manifest's digest is not what it lists for its own rank {rank}.")
-
-
-def _check_blocks(manifest: Mapping[str, Any], expected: int) -> None:
-    blocks = manifest.get("blocks")
-    if not isinstance(blocks, list) or len(blocks) != expected:
-        count = len(blocks) if isinstance(blocks, list) else 0
-        raise StateError(f"The manifest lists {count} blocks where its size needs {expected}.")
-    if not all(is_hex(block, BLOCK_DIGITS) for block in blocks):
-        raise StateError(f"The manifest has a block digest that is not {BLOCK_DIGITS} hex digits.")
-    digest = digest_of_blocks(manifest["nbytes"], blocks, manifest["block_bytes"])
-    if digest != manifest["digest"]:
-        raise IntegrityError(f"The manifest's blocks give the digest {digest} and not {manifest['digest']}.")

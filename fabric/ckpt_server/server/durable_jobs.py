@@ -105,18 +105,15 @@ class DurableJobs:
             await asyncio.wait({before})
         wanted: DurableJob | None = request
         while wanted is not None:
-            await self._persist_patiently(wanted)
+            began, pause_s, failures, self._made = time.monotonic(), _PAUSE_S, self.failures, False
+            # Try again while storage is away, up to AWAY_S; a newer request ends the tries.
+            while self._next is None and await self._persist(wanted):
+                self.failures = failures + 1  # the tries of one checkpoint are one failure
+                if time.monotonic() - began >= AWAY_S:
+                    break
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             wanted, self._next = self._next, None
-
-    async def _persist_patiently(self, request: DurableJob) -> None:
-        """Write it, and try again while storage is away, up to AWAY_S; a newer request ends the tries."""
-        began, pause_s, failures, self._made = time.monotonic(), _PAUSE_S, self.failures, False
-        while self._next is None and await self._persist(request):
-            self.failures = failures + 1  # the tries of one checkpoint are one failure
-            if time.monotonic() - began >= AWAY_S:
-                return
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _persist(self, request: DurableJob) -> bool:
         """Write it once; return whether it failed because storage is away."""
@@ -196,9 +193,13 @@ class DurableJobs:
             raise
         if is_killed and not report:
             return dict(_OVERTAKEN)
-        with contextlib.suppress(ValueError):
-            if isinstance(parsed := json.loads(report), dict):
-                return {**parsed, "digest": content.state}
-        if code == -9:
-            return {"ok": False, "error": "its writer was killed, as when its host has no memory left"}
-        return {"ok": False, "error": f"its writer ended with code {code}; see the checkpoint server's log"}
+        return {**_parsed(report, code), "digest": content.state}
+
+
+def _parsed(report: bytes, code: int) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(body := json.loads(report), dict):
+            return body
+    if code == -9:
+        return {"ok": False, "error": "its writer was killed, as when its host has no memory left"}
+    return {"ok": False, "error": f"its writer ended with code {code}; see the checkpoint server's log"}

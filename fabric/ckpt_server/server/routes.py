@@ -547,7 +547,17 @@ class CkptRoutes:
                     "silent": why,
                 },
                 "status_sender": None if ranks.status_sender is None else ranks.status_sender.describe(),
-                "slots": [_describe_slot(slot) for slot in rank.slots.slots()],
+                "slots": [
+                    {
+                        "kind": slot.kind,
+                        "slot": slot.index,
+                        "capacity": slot.capacity,
+                        "version": slot.version,
+                        "readers": len(slot.readers),
+                        "content": None if slot.content is None else dict(slot.content.entry),
+                    }
+                    for slot in rank.slots.slots()
+                ],
             }
         )
 
@@ -681,15 +691,3 @@ def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Ex
     own = TensorRegion(tuple(at - begin for at, begin in zip(box.begin, held.begin, strict=True)), box.sizes)
     excerpt = Excerpt.of_tensor(span, own)
     return replace(excerpt, headers={**excerpt.headers, "X-Fabric-Slice": slice_text(box)})
-
-
-def _describe_slot(slot: SharedSlot) -> dict[str, object]:
-    content = slot.content
-    return {
-        "kind": slot.kind,
-        "slot": slot.index,
-        "capacity": slot.capacity,
-        "version": slot.version,
-        "readers": len(slot.readers),
-        "content": None if content is None else dict(content.entry),
-    }

@@ -44,6 +44,7 @@ from fabric.runtime.system_calls import available_bytes, create_memfd
 
 # The meta is sent as one HTTP header, and readers refuse lines of 64 KiB.
 MAX_META_BYTES = 60_000
+_LISTED = ("generation", "step", "digest", "nbytes", "created", "rank", "ranks")  # what a listing says
 _WORD = re.compile(r"[\x21-\x7e]{0,200}")
 
 
@@ -97,7 +98,6 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
             f"the manifest promises {nbytes} bytes and the slot has {len(view)}: allocate it larger"
         )
     header, now = read_header(view[:nbytes]), time.monotonic()
-    url = f"{base_url}/v1/snapshots/{step}/data?generation={generation}"
     shards = find_shards(header.metadata)
     tensors = {
         span.name: {
@@ -108,20 +108,14 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         }
         for span in header.tensors
     }
-    published = {key: value for key, value in checked.items() if key != "tensors"} | {"url": url}
+    published = {key: value for key, value in checked.items() if key != "tensors"}
+    published["url"] = f"{base_url}/v1/snapshots/{step}/data?generation={generation}"
     return SlotContent(
         generation=generation,
         step=step,
         digest=checked["digest"],
         nbytes=nbytes,
-        entry={
-            "generation": generation,
-            "step": step,
-            "digest": checked["digest"],
-            "nbytes": nbytes,
-            "created": created,
-            **({"rank": checked["rank"], "ranks": checked["ranks"]} if "ranks" in checked else {}),
-        },
+        entry={key: checked[key] for key in _LISTED if key in checked},
         headers=_headers(generation, step, checked["digest"]),
         published=now,
         # After publication, the content's age follows the monotonic clock, not the wall clock.

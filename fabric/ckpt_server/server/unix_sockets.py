@@ -242,6 +242,9 @@ class LocalReadServer:
 
 _MAX_CONNECTIONS = 512
 _ATTACH_S = 10.0
+_OPERATIONS = (
+    "allocate, begin, publish_snapshot, publish_gradient, persist, durable, void, finish, gone, ping"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,18 +288,6 @@ class TrainerChannel:
     def __init__(self, ranks: LocalRanks) -> None:
         self._ranks = ranks
         self._current: dict[LocalRank, UnixConnection] = {}
-        self._operations: dict[str, Callable[[LocalRank, dict[str, Any]], Awaitable[Response]]] = {
-            "allocate": self._allocate,
-            "begin": self._begin,
-            "publish_snapshot": self._publish_snapshot,
-            "publish_gradient": self._publish_gradient,
-            "persist": self._persist,
-            "durable": self._durable_outcome,
-            "void": self._void,
-            "finish": self._finish,
-            "gone": self._gone,
-            "ping": self._ping,
-        }
 
     async def accept(self, listener: socket.socket) -> None:
         """Accept connections on ``listener`` until cancelled."""
@@ -308,7 +299,18 @@ class TrainerChannel:
             if rank is None:
                 return
             try:
-                await connection.send(_welcome(rank))
+                held = rank.slots.contents(SNAPSHOT)
+                welcome = _success(
+                    url=rank.url,
+                    pid=os.getpid(),
+                    instance=rank.instance,
+                    rank=rank.number,
+                    snapshots=[asdict(content.ref) for content in held],
+                    slots=[slot.index for slot in rank.slots.held(SNAPSHOT)],
+                    parts=[content.parts for content in held],
+                    sizes=[content.nbytes for content in held],
+                )
+                await connection.send(welcome)
                 await self._work(rank, connection)
             finally:
                 if self._current.get(rank) is connection:
@@ -344,14 +346,37 @@ class TrainerChannel:
             await connection.send(response)
 
     async def _do(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        name = body.get("op")
-        operation = self._operations.get(name) if isinstance(name, str) else None
-        if operation is None:
-            operations = ", ".join(self._operations)
-            raise ProtocolError(
-                f"there is no operation {str(name)[:40]!r} on this channel: known are {operations}"
-            )
-        return await operation(rank, body)
+        match body.get("op"):
+            case "allocate":
+                return await self._allocate(rank, body)
+            case "begin":
+                return await self._begin(rank, body)
+            case "publish_snapshot":
+                await self._publish_snapshot(rank, body)
+            case "publish_gradient":
+                return await self._publish_gradient(rank, body)
+            case "persist":
+                own = {"job": self._ranks.settings.job, "replica": self._ranks.settings.replica}
+                rank.durable.start(decode_as(DurableJob, {**body, **own}, "persist"))
+            case "durable":
+                return _success(**rank.durable.outcome())
+            case "void":
+                await rank.slots.void()
+            case "finish":
+                request = decode_as(FinishRequest, body, "finish")
+                if not 0 <= request.linger_s <= 86400:
+                    raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
+                rank.trainer.leave_word(request.ended)
+                rank.lifetime.finish(request.linger_s)
+            case "gone":
+                rank.trainer.give_up()
+            case "ping":
+                pass
+            case name:
+                raise ProtocolError(
+                    f"there is no operation {str(name)[:40]!r} on this channel: known are {_OPERATIONS}"
+                )
+        return _success()
 
     def _attach(self, body: dict[str, Any], connection: UnixConnection) -> LocalRank:
         if body.get("op") != "attach":
@@ -408,7 +433,7 @@ class TrainerChannel:
             return _success(busy=True, readers=len(slot.readers))
         return _success(readers=await slot.withdraw())
 
-    async def _publish_snapshot(self, rank: LocalRank, body: dict[str, Any]) -> Response:
+    async def _publish_snapshot(self, rank: LocalRank, body: dict[str, Any]) -> None:
         request = decode_as(PublishSnapshotRequest, body, "publish_snapshot")
         slot = rank.slots.slot(SNAPSHOT, request.slot)
         view, version = self._published_view(slot), slot.version
@@ -421,7 +446,6 @@ class TrainerChannel:
             )
         rank.slots.publish(slot, content)
         rank.trainer.changed.set()  # report the checkpoint at once, because a cold start could begin from it
-        return _success()
 
     async def _publish_gradient(self, rank: LocalRank, body: dict[str, Any]) -> Response:
         index = body.get("slot")
@@ -436,47 +460,6 @@ class TrainerChannel:
         if slot.memfd is None:
             raise Refused(f"{slot.kind} slot {slot.index} has no memory: allocate it first")
         return slot.memfd.view
-
-    async def _persist(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        own = {"job": self._ranks.settings.job, "replica": self._ranks.settings.replica}
-        rank.durable.start(decode_as(DurableJob, {**body, **own}, "persist"))
-        return _success()
-
-    async def _durable_outcome(self, rank: LocalRank, _: dict[str, Any]) -> Response:
-        return _success(**rank.durable.outcome())
-
-    async def _void(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        await rank.slots.void()
-        return _success()
-
-    async def _finish(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        request = decode_as(FinishRequest, body, "finish")
-        if not 0 <= request.linger_s <= 86400:
-            raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
-        rank.trainer.leave_word(request.ended)
-        rank.lifetime.finish(request.linger_s)
-        return _success()
-
-    async def _ping(self, _: LocalRank, __: dict[str, Any]) -> Response:
-        return _success()
-
-    async def _gone(self, rank: LocalRank, _: dict[str, Any]) -> Response:
-        rank.trainer.give_up()
-        return _success()
-
-
-def _welcome(rank: LocalRank) -> Response:
-    held = rank.slots.contents(SNAPSHOT)
-    return _success(
-        url=rank.url,
-        pid=os.getpid(),
-        instance=rank.instance,
-        rank=rank.number,
-        snapshots=[asdict(content.ref) for content in held],
-        slots=[slot.index for slot in rank.slots.held(SNAPSHOT)],
-        parts=[content.parts for content in held],
-        sizes=[content.nbytes for content in held],
-    )
 
 
 def _success(**body: object) -> Response:

@@ -352,19 +352,9 @@ def _check_optimizer(path: str, live: torch.optim.Optimizer, value: Any) -> None
             f"{path} has state of parameter {strays[0]}, which is in no group; the snapshot is damaged."
         )
     for held, numbers in zip(parameters, indices, strict=True):
-        _check_parameter_state(path, live, dict(zip(numbers, held, strict=True)), kept)
-
-
-def _check_parameter_state(
-    path: str,
-    live: torch.optim.Optimizer,
-    parameters: Mapping[Any, torch.Tensor],
-    kept: Mapping[Any, dict[Any, Any]],
-) -> None:
-    for index, parameter in parameters.items():
-        state = live.state.get(parameter, {})
-        if isinstance(state, dict):
-            for key, now in state.items():
+        for index, parameter in zip(numbers, held, strict=True):
+            state = live.state.get(parameter, {})
+            for key, now in state.items() if isinstance(state, dict) else ():
                 then = kept.get(index, {}).get(key)
                 if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
                     _check_tensor(f"{path}.state[{index}].{key}", now, then)

@@ -177,8 +177,12 @@ class StateView:
         digests = BlockDigests()
         digests.update(self.header)
         for _, tensor in self.tensors:
-            for piece in _host_pieces(tensor):
-                digests.update(piece)
+            if tensor.device.type == "cpu":
+                digests.update(host_bytes(tensor))
+                continue
+            flat = bytes_of(tensor)
+            for begin in range(0, flat.numel(), _PIECE_BYTES):
+                digests.update(host_bytes(flat[begin : begin + _PIECE_BYTES].cpu()))
         return digest_of_blocks(self.nbytes, digests.blocks())
 
 
@@ -327,7 +331,11 @@ def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = a
     file = _flat(file)
     header = read_header(file)
     step, tree = parse_description(header.metadata)
-    _require_names(set(tree), objects)
+    if set(tree) != set(objects):
+        raise StateError(
+            f"The snapshot holds {', '.join(sorted(tree)) or 'nothing'} and here the shared state is"
+            f" {', '.join(sorted(objects)) or 'nothing'}; attach the same objects on every replica."
+        )
     tensors = tensors_of(file, header.tensors)
     # A module copies its tensors out of the file.
     in_file = {name for name, live in objects.items() if isinstance(live, torch.nn.Module)}
@@ -446,15 +454,6 @@ def parse_description(metadata: str) -> tuple[int, dict[str, Any]]:
     return step, tree
 
 
-def _require_names(stored: set[str], objects: Mapping[str, object]) -> None:
-    missing, unknown = sorted(set(objects) - stored), sorted(stored - set(objects))
-    if missing or unknown:
-        raise StateError(
-            f"The snapshot holds {', '.join(sorted(stored)) or 'nothing'} and here the shared state is"
-            f" {', '.join(sorted(objects)) or 'nothing'}; attach the same objects on every replica."
-        )
-
-
 def tensors_of(file: memoryview, spans: Iterable[TensorSpan]) -> dict[str, torch.Tensor]:
     """Return the tensors at ``spans`` by name, in the file's own memory where that is writable and aligned,
     else as copies."""
@@ -475,13 +474,3 @@ def tensors_of(file: memoryview, spans: Iterable[TensorSpan]) -> dict[str, torch
 
 def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
     return tensors_of(file, [span])[span.name]
-
-
-def _host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the tensor's bytes on the host; copy a device tensor piece by piece."""
-    if tensor.device.type == "cpu":
-        yield host_bytes(tensor)
-        return
-    flat = bytes_of(tensor)
-    for begin in range(0, flat.numel(), _PIECE_BYTES):
-        yield flat[begin : begin + _PIECE_BYTES].cpu().numpy().data

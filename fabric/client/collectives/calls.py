@@ -218,7 +218,8 @@ class Payload:
         start = _HEAD_BYTES + int.from_bytes(data[:_HEAD_BYTES])
         names = decode_value(tuple[str, ...], data[_HEAD_BYTES:start], "names of a collective")
         body = data[start:]
-        count, size = len(names) or 1, size_of(call)
+        itemsize = getattr(torch, call.dtype).itemsize if call.dtype else 0
+        count, size = len(names) or 1, math.prod(call.shape) * itemsize
         if len(body) != count * size:
             raise ProtocolError(
                 f"a member sent {len(body)} bytes as the result of {call}: restart its replica"
@@ -289,11 +290,6 @@ def make_call(kind: str, tensor: torch.Tensor | None, option: str) -> tuple[Call
 def as_bytes(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def size_of(call: Call) -> int:
-    """Return the bytes of one tensor of ``call``, 0 without a tensor."""
-    return math.prod(call.shape) * getattr(torch, call.dtype).itemsize if call.dtype else 0
 
 
 def from_bytes(data: bytes, call: Call) -> torch.Tensor:

@@ -469,7 +469,11 @@ class ReshardPlan:
         self, name: str, held: Mapping[int, tuple[str, dict[str, Any] | None]], live: Any, path: str
     ) -> dict[str, Any] | None:
         """Add this rank's part of a tensor to the plan. Return its description, None for a full tensor."""
-        spans = {rank: self._span(rank, old_name, path) for rank, (old_name, _) in held.items()}
+        spans = {}
+        for rank, (old_name, _) in held.items():
+            if old_name not in self._spans[rank]:
+                raise StateError(f"{path} refers to a tensor that rank {rank}'s part has not; it is damaged.")
+            spans[rank] = self._spans[rank][old_name]
         first, stored = next(iter(spans.values())), next(iter(held.values()))[1]
         shape = tuple(stored["shape"]) if stored is not None else first.shape
         here = live.parameter if isinstance(live, _LikeParameter) and live.parameter.shape == shape else live
@@ -524,12 +528,6 @@ class ReshardPlan:
                 f"{path}: the old ranks' parts cover {covered} of the {box.elements} elements that are needed"
                 " here; such a layout cannot be resharded."
             )
-
-    def _span(self, rank: int, name: str, path: str) -> TensorSpan:
-        span = self._spans[rank].get(name)
-        if span is None:
-            raise StateError(f"{path} refers to a tensor that rank {rank}'s part has not; it is damaged.")
-        return span
 
 
 def _optimizer_placements(

@@ -68,49 +68,39 @@ class UnixConnection:
     """One accepted socket; lines in, responses out."""
 
     def __init__(self, accepted: socket.socket) -> None:
-        self._socket = accepted
-        self._lines = LineBuffer(MAX_FIRST_LINE_BYTES)
-
-    def limit(self, limit_bytes: int) -> None:
-        self._lines.limit_bytes = limit_bytes
-
-    def peer(self) -> tuple[int, int]:
-        """Return the (pid, uid) of the connected process, from the kernel."""
-        return peer_of(self._socket)
+        self.socket = accepted
+        self.lines = LineBuffer(MAX_FIRST_LINE_BYTES)
 
     async def receive(self) -> bytes | None:
         """Return the next line, or None at the end. Raises ProtocolError for a line that is too long."""
-        while (line := self._lines.next_line()) is None:
-            data = await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES)
+        while (line := self.lines.next_line()) is None:
+            data = await asyncio.get_running_loop().sock_recv(self.socket, _RECEIVE_BYTES)
             if not data:
                 return None
-            self._lines.feed(data)
+            self.lines.feed(data)
         return line
 
     async def hear(self) -> bool:
         """Wait for any bytes and drop them; return False at the end."""
-        return bool(await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES))
+        return bool(await asyncio.get_running_loop().sock_recv(self.socket, _RECEIVE_BYTES))
 
     async def send(self, response: Response) -> None:
         """Send the response. Raises TimeoutError or ConnectionError for a peer that does not read."""
         line = encode_line(response.body)
         if response.fd >= 0:
             try:
-                sent = socket.send_fds(self._socket, [line], [response.fd])
+                sent = socket.send_fds(self.socket, [line], [response.fd])
             except BlockingIOError:
                 raise ConnectionAbortedError("the trainer does not read its responses") from None
             line = line[sent:]
         if line:
             async with asyncio.timeout(_SEND_S):
-                await asyncio.get_running_loop().sock_sendall(self._socket, line)
+                await asyncio.get_running_loop().sock_sendall(self.socket, line)
 
     def shut(self) -> None:
         """End the connection; the task that reads it sees the end."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
 
 
 async def serve_each(
@@ -128,7 +118,7 @@ async def serve_each(
         except Exception:  # a defect in one connection must not end other connections
             log.exception("a defect ended the connection of %s", who)
         finally:
-            connection.close()
+            connection.socket.close()
 
     try:
         while True:
@@ -218,7 +208,7 @@ class LocalReadServer:
                 await connection.send(Response({"ok": False, "error": str(error)}))
 
     async def _show(self, connection: UnixConnection, look: ReadRequest) -> None:
-        _, uid = connection.peer()
+        _, uid = peer_of(connection.socket)
         if uid != os.geteuid():
             raise Refused("this is another user's memory: ask over HTTP")
         if not self._tokens.is_open:
@@ -329,7 +319,7 @@ class TrainerChannel:
             return None
 
     async def _work(self, rank: LocalRank, connection: UnixConnection) -> None:
-        connection.limit(MAX_LINE_BYTES)
+        connection.lines.limit_bytes = MAX_LINE_BYTES
         while True:
             try:
                 line = await connection.receive()
@@ -382,7 +372,7 @@ class TrainerChannel:
         if body.get("op") != "attach":
             raise ProtocolError("the first request on this channel must be attach")
         request = decode_as(AttachRequest, body, "attach")
-        pid, uid = connection.peer()
+        pid, uid = peer_of(connection.socket)
         if uid != os.geteuid():
             raise Refused("another user's process asks for this server: run the trainer as the same user")
         if request.pid != pid:

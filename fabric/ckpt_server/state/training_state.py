@@ -299,20 +299,18 @@ def _describe(
     except ValueError as error:
         raise StateError(f"The training state has a number that cannot be written down: {error}.") from error
     tensors = list(blobs.tensors.values())
-    entries = tuple(_entry(name, tensor) for name, tensor in blobs.tensors.items())
+    entries = []
+    for name, tensor in blobs.tensors.items():
+        dtype, shape = FILE_DTYPE.get(tensor.dtype), tuple(tensor.shape)
+        if dtype is None:  # not a dtype of the format: store raw bytes, with one dimension more
+            dtype, shape = "U8", (*shape, tensor.dtype.itemsize)
+        entries.append(TensorEntry(name, dtype, shape, tensor.numel() * tensor.dtype.itemsize))
     if not has_structure:
-        return _DescribedItem(None, text, entries, tuple(range(len(tensors))), len(tensors)), tensors
+        return _DescribedItem(None, text, tuple(entries), tuple(range(len(tensors))), len(tensors)), tensors
     # Tensors that share one memory have equal content, so the file stores one of them.
     place = {memory_key(tensor): at for at, tensor in enumerate(met)}
     places = tuple(place[memory_key(tensor)] for tensor in tensors)
-    return _DescribedItem(words, text, entries, places, len(met)), met
-
-
-def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
-    dtype, shape = FILE_DTYPE.get(tensor.dtype), tuple(tensor.shape)
-    if dtype is None:  # not a dtype of the format: store raw bytes, with one dimension more
-        dtype, shape = "U8", (*shape, tensor.dtype.itemsize)
-    return TensorEntry(name, dtype, shape, tensor.numel() * tensor.dtype.itemsize)
+    return _DescribedItem(words, text, tuple(entries), places, len(met)), met
 
 
 def check_serialisable(objects: Mapping[str, object]) -> None:

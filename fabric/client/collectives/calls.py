@@ -91,19 +91,13 @@ class Refuse:
     may_retry: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
-    """Some members have not called yet: exchange frames again."""
+def judge(names: Sequence[str], frames: Sequence[CallFrame]) -> Go | Supply | Refuse | None:
+    """Return what follows from the frames of all members, in the order of ``names``.
 
-
-Verdict = Go | Supply | Refuse | Again
-
-
-def judge(names: Sequence[str], frames: Sequence[CallFrame]) -> Verdict:
-    """Return what follows from the frames of all members, in the order of ``names``."""
+    None: some members have not called yet, so they exchange frames again."""
     lowest = min((x.key for x in frames if x.key is not None), default=None)
     if lowest is None:
-        return Again()
+        return None
     callers = [i for i, x in enumerate(frames) if x.key == lowest]
     others = [i for i, x in enumerate(frames) if x.key != lowest]
     first = callers[0]
@@ -119,7 +113,7 @@ def judge(names: Sequence[str], frames: Sequence[CallFrame]) -> Verdict:
     if ahead is not None:
         why = f"{names[ahead]} has gone on without {describe(lowest, frames[first].call)}: go on too"
         return Refuse(why, lowest, may_retry=True)
-    return Again() if others else Go()
+    return None if others else Go()
 
 
 def describe(key: Key, call: str) -> str:

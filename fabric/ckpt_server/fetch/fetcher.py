@@ -329,6 +329,18 @@ class StateFetcher:
     ) -> str:
         """Fetch the manifest's bytes from the group, from this host alone if possible. Return whether they
         came compressed, and why."""
+
+        def over(sources: list[Source]) -> str:
+            striping = MultiSourceFetch(manifest, sources, target, self._access, self._idle)
+            resume = self._unfinished == manifest["digest"]
+            self._unfinished = manifest["digest"]
+            try:
+                striping.run(self._streams, self._range_bytes, self._progress, resume=resume, wanted=blocks)
+            finally:
+                self.warnings += striping.warnings
+            self._unfinished = ""
+            return striping.compression
+
         try:
             if self.same_host:
                 state = SnapshotRef(manifest["generation"], manifest["step"], manifest["digest"])
@@ -339,30 +351,13 @@ class StateFetcher:
             near = [source for source in group if source.memory is not None]
             if 0 < len(near) < len(group):
                 with contextlib.suppress(StateError):
-                    return self._stripe_over(manifest, near, target, blocks)
+                    return over(near)
                 self._require_running()
-            return self._stripe_over(manifest, [s for s in group if s.error is None] or group, target, blocks)
+            return over([source for source in group if source.error is None] or group)
         finally:
             for source in group:
                 if source.memory is not None:
                     source.memory.close()
-
-    def _stripe_over(
-        self,
-        manifest: dict[str, Any],
-        group: list[Source],
-        target: memoryview,
-        blocks: Collection[int] | None,
-    ) -> str:
-        striping = MultiSourceFetch(manifest, group, target, self._access, self._idle)
-        resume = self._unfinished == manifest["digest"]
-        self._unfinished = manifest["digest"]
-        try:
-            striping.run(self._streams, self._range_bytes, self._progress, resume=resume, wanted=blocks)
-        finally:
-            self.warnings += striping.warnings
-        self._unfinished = ""
-        return striping.compression
 
     def _holders(
         self, sources: list[Source], state: SnapshotRef

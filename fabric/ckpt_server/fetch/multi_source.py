@@ -302,7 +302,7 @@ class LinkSpeed:
         self._since = 0
 
     def compress_next(self) -> bool:
-        """Return whether to compress the next range. The caller must then call ``measured`` or ``failed``."""
+        """Return whether to compress the next range. The caller must then call ``measured``."""
         with self._lock:
             if not self._is_known or self._is_fast:
                 return False
@@ -313,7 +313,9 @@ class LinkSpeed:
             return self._trial
 
     def measured(self, compressed: bool, nbytes: int, seconds: float) -> None:
-        """Note that ``nbytes`` of the state arrived and were decompressed in ``seconds`` on one stream."""
+        """Note that ``nbytes`` of the state arrived and were decompressed in ``seconds`` on one stream.
+
+        They are 0 where the range failed, for a reason other than the link's speed."""
         rate = nbytes / max(seconds, 1e-9)
         with self._lock:
             if compressed == self._trial:
@@ -325,12 +327,6 @@ class LinkSpeed:
             else:
                 self._plain = rate if not self._plain else (self._plain + rate) / 2
                 self._plain_ranges += 1
-
-    def failed(self, compressed: bool) -> None:
-        """Note that the range failed, for a reason other than the link's speed."""
-        with self._lock:
-            if compressed == self._trial:
-                self._trial = None
 
     @property
     def why(self) -> str:
@@ -490,13 +486,10 @@ class MultiSourceFetch:
             self._idle.give(connection, reusable=sound)
 
     def _fetch_claim(self, source: Source, connection: HttpConnection, claim: RangeClaim) -> None:
-        failed, begun_s = True, time.monotonic()
+        nbytes, begun_s = 0, time.monotonic()
         compressed = source.compresses and self._speed.compress_next()
         try:
             nbytes = self._fetch(source, connection, claim, compressed)
-            failed = False
-            if not compressed or source.compresses:
-                self._speed.measured(compressed, nbytes, time.monotonic() - begun_s)
         except IntegrityError as error:
             self._count_wrong_bytes(source, error)
         except (SourceRefused, Gone) as error:
@@ -505,8 +498,8 @@ class MultiSourceFetch:
             if not claim.reclaimed and not self._access.is_cancelled:
                 self._count_failure(source, error)
         finally:
-            if failed or (compressed and not source.compresses):
-                self._speed.failed(compressed)
+            failed, refused = not nbytes, compressed and not source.compresses
+            self._speed.measured(compressed, 0 if refused else nbytes, time.monotonic() - begun_s)
             self._queue.release(claim, failed=failed)
             if failed or claim.reclaimed:  # another thread may have ended the connection after its range
                 connection.close()

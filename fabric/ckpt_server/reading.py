@@ -372,7 +372,18 @@ class MergedState:
     def __init__(self, name: str, parts: Sequence[BlockState]) -> None:
         self.name = name
         self._states = sorted(parts, key=lambda part: part.rank)
-        self._check_one_state()
+        ranks, first = [part.rank for part in self._states], self._states[0].manifest
+        if ranks != list(range(self._states[0].ranks)):
+            raise StateError(
+                f"{self.name} names ranks {', '.join(map(str, ranks))} of {self._states[0].ranks}: name one"
+                " address of each rank, or a single rank's"
+            )
+        for part in self._states:
+            if any(part.manifest[key] != first[key] for key in ("generation", "step", "ranks")):
+                raise StateError(
+                    f"{self.name}: rank {part.rank} has another state (step {part.step}) than rank 0 (step"
+                    f" {first['step']}): name one step of all, http://host:port/v1/snapshots/STEP"
+                )
         self.step, self.rank, self.ranks = parts[0].step, 0, 1
         description = self._description()
         layout = [(tensor, *self._find(tensor)) for tensor in self._states[0].tensors]
@@ -426,21 +437,6 @@ class MergedState:
         for span in self._spans:
             for begin in range(span.begin, span.end, _PIECE_BYTES):
                 yield self.read(begin, min(begin + _PIECE_BYTES, span.end))
-
-    def _check_one_state(self) -> None:
-        ranks, first = [part.rank for part in self._states], self._states[0].manifest
-        if ranks != list(range(self._states[0].ranks)):
-            raise StateError(
-                f"{self.name} names ranks {', '.join(map(str, ranks))} of {self._states[0].ranks}: name one"
-                " address of each rank, or a single rank's"
-            )
-        for part in self._states:
-            identity = [part.manifest[key] for key in ("generation", "step", "ranks")]
-            if identity != [first[key] for key in ("generation", "step", "ranks")]:
-                raise StateError(
-                    f"{self.name}: rank {part.rank} has another state (step {part.step}) than rank 0 (step"
-                    f" {first['step']}): name one step of all, http://host:port/v1/snapshots/STEP"
-                )
 
     def _description(self) -> Any:
         """Return the description of the state, which is equal at all ranks except for the shards."""

@@ -496,7 +496,12 @@ class MultiSourceFetch:
             self._drop(source, error)
         except (*TRANSIENT, StateError, ProtocolError) as error:
             if not claim.reclaimed and not self._access.is_cancelled:
-                self._count_failure(source, error)
+                with self._lock:
+                    source.failures += 1
+                if source.failures >= _MAX_FAILURES:
+                    self._drop(source, StateError(_one_line(error)))
+                else:
+                    self._queue.wait(_WAIT_S * source.failures)
         finally:
             failed, refused = not nbytes, compressed and not source.compresses
             self._speed.measured(compressed, 0 if refused else nbytes, time.monotonic() - begun_s)
@@ -606,15 +611,6 @@ class MultiSourceFetch:
             )
         if drop:
             self._drop(source, IntegrityError(f"it sent wrong bytes {source.wrong_answers} times"))
-
-    def _count_failure(self, source: Source, error: Exception) -> None:
-        with self._lock:
-            source.failures += 1
-            drop = source.failures >= _MAX_FAILURES
-        if drop:
-            self._drop(source, StateError(_one_line(error)))
-        else:
-            self._queue.wait(_WAIT_S * source.failures)
 
     def _drop(self, source: Source, error: StateError) -> None:
         with self._lock:

@@ -465,8 +465,26 @@ class CkptRoutes:
         """Answer with the little-endian bytes of a tensor, a slice, or a range; headers give dtype and
         shape."""
         slot, content = self._find(request)
-        excerpt = _excerpt(request, content, _tensor(request, content))
-        return await send(request, slot, self._metrics, excerpt)
+        span = _tensor(request, content)
+        text, of = request.query.get("slice"), request.query.get("of", "part")
+        if of not in ("part", "whole"):
+            raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")
+        if text is None:
+            return await send(request, slot, self._metrics, Excerpt.of_tensor(span))
+        shard = content.shards.get(span.name)
+        if of == "part" or shard is None or len(shard.shape) != len(span.shape):
+            excerpt = Excerpt.of_tensor(span, parse_slice(text, span.shape))
+            return await send(request, slot, self._metrics, excerpt)
+        held = TensorRegion(shard.offset, span.shape)
+        box = parse_slice(text, shard.shape).common(held)
+        if not box.elements:
+            raise web.HTTPNotFound(
+                text=f"this rank holds {slice_text(held)} of {span.name[:200]}, nothing of that slice"
+            )
+        begin = tuple(at - first for at, first in zip(box.begin, held.begin, strict=True))
+        excerpt = Excerpt.of_tensor(span, TensorRegion(begin, box.sizes))
+        headers = {**excerpt.headers, "X-Fabric-Slice": slice_text(box)}
+        return await send(request, slot, self._metrics, replace(excerpt, headers=headers))
 
     async def blocks(self, request: web.Request) -> web.StreamResponse:
         """Answer with blocks of a snapshot, which a fetcher may take compressed."""
@@ -669,25 +687,3 @@ def _near(name: str, names: Iterable[str]) -> list[str]:
     ordered = sorted(names)
     at = bisect(ordered, name)
     return difflib.get_close_matches(name, ordered[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS], n=3)
-
-
-def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Excerpt:
-    """Return the part of the tensor that the request wants. Raises ProtocolError for a slice outside of it;
-    answers 404 where this rank holds nothing of the slice."""
-    text, of = request.query.get("slice"), request.query.get("of", "part")
-    if of not in ("part", "whole"):
-        raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")
-    if text is None:
-        return Excerpt.of_tensor(span)
-    shard = content.shards.get(span.name)
-    if of == "part" or shard is None or len(shard.shape) != len(span.shape):
-        return Excerpt.of_tensor(span, parse_slice(text, span.shape))
-    held = TensorRegion(shard.offset, span.shape)
-    box = parse_slice(text, shard.shape).common(held)
-    if not box.elements:
-        raise web.HTTPNotFound(
-            text=f"this rank holds {slice_text(held)} of {span.name[:200]}, nothing of that slice"
-        )
-    own = TensorRegion(tuple(at - begin for at, begin in zip(box.begin, held.begin, strict=True)), box.sizes)
-    excerpt = Excerpt.of_tensor(span, own)
-    return replace(excerpt, headers={**excerpt.headers, "X-Fabric-Slice": slice_text(box)})

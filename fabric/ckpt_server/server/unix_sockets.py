@@ -438,10 +438,9 @@ class TrainerChannel:
         rank.trainer.changed.set()  # report the checkpoint at once, because a cold start could begin from it
 
     async def _publish_gradient(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        index = body.get("slot")
+        index, following = body.get("slot"), body.get("then_begin", -1)
         slot = rank.slots.slot(GRADIENT, index if type(index) is int else -1)
         rank.slots.publish(slot, gradient_content(body, len(self._published_view(slot))))
-        following = body.get("then_begin", -1)
         if following == -1:
             return _success()
         return await self._begin(rank, {"kind": GRADIENT, "slot": following})

@@ -157,8 +157,22 @@ def encode(value: object, path: StatePath, blobs: Blobs, ties: _Ties = None) -> 
     )
 
 
-def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
-    """Raises StateError for a tensor whose value is more than its elements in memory."""
+def memory_key(tensor: torch.Tensor) -> object:
+    """Return a key that is equal for two tensors of the same elements of the same memory."""
+    tensor = local_part(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def _encode_tensor(tensor: torch.Tensor, path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
+    if is_sharded(tensor):
+        blobs.shardings.add(tensor)
+        return {"$shard": [_encode_tensor(local_part(tensor), path, blobs, ties), describe_shard(tensor)]}
     if type(tensor) not in PLAIN_TENSORS:
         raise StateError(
             f"{path.spoken} is a tensor of type {type(tensor).__qualname__}, which cannot be captured as "
@@ -176,25 +190,6 @@ def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
         raise StateError(
             f"{path.spoken} is on the meta device and has no values; materialise it before attaching."
         )
-
-
-def memory_key(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for two tensors of the same elements of the same memory."""
-    tensor = local_part(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous()
-
-
-def _encode_tensor(tensor: torch.Tensor, path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
-    if is_sharded(tensor):
-        blobs.shardings.add(tensor)
-        return {"$shard": [_encode_tensor(local_part(tensor), path, blobs, ties), describe_shard(tensor)]}
-    check_tensor(tensor, path)
     plain = tensor.detach()
     if ties is None:
         name = blobs.add(path, _contiguous(plain))

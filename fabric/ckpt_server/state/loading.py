@@ -282,18 +282,6 @@ def _placement(tensor: torch.Tensor) -> object:
     return placement_key(tensor) if is_sharded(tensor) else "whole"
 
 
-def _check_keys(path: str, what: str, live: set[Any], value: set[Any]) -> None:
-    missing, unknown = sorted(map(str, live - value)), sorted(map(str, value - live))
-    if missing:
-        raise StateError(
-            f"{path} has the {what} {missing[0]!r} here and the snapshot has not; nothing was loaded."
-        )
-    if unknown:
-        raise StateError(
-            f"{path} has no {what} {unknown[0]!r} here and the snapshot has; nothing was loaded."
-        )
-
-
 def _ties(state: Mapping[str, Any]) -> dict[str, str]:
     """Map each tensor that shares an earlier one's memory to the earlier one's name."""
     first: dict[object, str] = {}
@@ -310,7 +298,13 @@ def _ties(state: Mapping[str, Any]) -> dict[str, str]:
 def _check_module(path: str, live: Mapping[str, Any], value: Any) -> None:
     if not isinstance(value, dict):
         raise StateError(f"{path} is a module here and none in the snapshot; nothing was loaded.")
-    _check_keys(path, "entry", set(live), set(value))
+    missing, unknown = sorted(map(str, live.keys() - value)), sorted(map(str, value.keys() - live))
+    if missing:
+        raise StateError(
+            f"{path} has the entry {missing[0]!r} here and the snapshot has not; nothing was loaded."
+        )
+    if unknown:
+        raise StateError(f"{path} has no entry {unknown[0]!r} here and the snapshot has; nothing was loaded.")
     for name, now in live.items():
         if isinstance(now, torch.Tensor) != isinstance(value[name], torch.Tensor):
             raise _differ(f"{path}.{name}", "a value of type", type(value[name]).__name__, type(now).__name__)

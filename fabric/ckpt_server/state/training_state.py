@@ -74,19 +74,6 @@ def names_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list
     return by_group
 
 
-def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the optimizer's ``state_dict`` with names in place of numbers."""
-    state: dict[str, Any] = optimizer.state_dict()
-    by_group = names_of(optimizer, names)
-    groups: list[dict[str, Any]] = []
-    by_number: dict[Any, str] = {}
-    for group, own in zip(state["param_groups"], by_group, strict=True):
-        by_number.update(zip(group["params"], own, strict=True))
-        groups.append({**group, "params": own})
-    values = {by_number.get(number, number): value for number, value in state["state"].items()}
-    return {**state, "param_groups": groups, "state": values}
-
-
 # Tells whether a value's encoding has changed since the last time, without encoding the value.
 #
 # The structure of a value is a flat list of everything its encoding depends on, except the elements of
@@ -433,7 +420,15 @@ def _states(objects: Mapping[str, object], by_name: bool = False) -> Iterator[tu
                     " state_dict() and load_state_dict()."
                 )
         if isinstance(value, torch.optim.Optimizer):
-            state = named_state(value, names) if by_name else value.state_dict()
+            state = value.state_dict()
+            if by_name:
+                by_group, numbered = names_of(value, names), state["param_groups"]
+                by_number: dict[Any, str] = {}
+                for group, own in zip(numbered, by_group, strict=True):
+                    by_number.update(zip(group["params"], own, strict=True))
+                groups = [{**group, "params": own} for group, own in zip(numbered, by_group, strict=True)]
+                values = {by_number.get(number, number): x for number, x in state["state"].items()}
+                state = {**state, "param_groups": groups, "state": values}
             yield name, value, optimizer_state(value, state)
         else:
             yield name, value, value.state_dict()  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ Works piece by piece, so that a large tensor needs only some megabytes of memory
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,13 +49,6 @@ def _e4m3() -> npt.NDArray[np.float32]:
 _E4M3 = _e4m3()
 
 
-def pieces(data: memoryview, dtype: str) -> Iterator[Array]:
-    """Yield ``values`` of ``data``, some at a time."""
-    nbytes = _PIECE_ELEMENTS * ELEMENT_BYTES[dtype]
-    for begin in range(0, len(data), nbytes):
-        yield values(data[begin : begin + nbytes], dtype)
-
-
 def summarise(
     data: memoryview, dtype: str, shape: tuple[int, ...], is_over: Callable[[], bool] = lambda: False
 ) -> dict[str, Any] | None:
@@ -63,34 +56,29 @@ def summarise(
 
     Statistics of a tensor without a finite element are None. Returns None when ``is_over()`` turns true."""
     low, high, total, squares, finite, nan, inf = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
+    nbytes = _PIECE_ELEMENTS * ELEMENT_BYTES[dtype]
     with np.errstate(over="ignore", invalid="ignore"):
-        for piece in pieces(data, dtype):
+        for begin in range(0, len(data), nbytes):
             if is_over():
                 return None
+            piece = values(data[begin : begin + nbytes], dtype)
             if piece.dtype.kind == "f":
                 nan += int(np.isnan(piece).sum())
                 inf += int(np.isinf(piece).sum())
-                piece = piece[np.isfinite(piece)]  # noqa: PLW2901  (what is left of it)
+                piece = piece[np.isfinite(piece)]
             if piece.size:
                 exact = piece.astype(np.float64)
                 low, high = min(low, float(exact.min())), max(high, float(exact.max()))
                 total += float(exact.sum())
                 squares += float(np.square(exact).sum())
                 finite += piece.size
-    there = finite > 0
+    figures = {"min": low, "max": high, "mean": total / max(finite, 1), "norm": math.sqrt(squares)}
     return {
         "dtype": dtype,
         "shape": list(shape),
         "elements": len(data) // ELEMENT_BYTES[dtype],
-        "min": low if there else None,
-        "max": high if there else None,
-        "mean": _finite(total / finite) if there else None,
-        "norm": _finite(math.sqrt(squares)) if there else None,
+        # JSON has no infinity, as where a sum left the range of float64.
+        **{name: x if finite and math.isfinite(x) else None for name, x in figures.items()},
         "nan": nan,
         "inf": inf,
     }
-
-
-def _finite(value: float) -> float | None:
-    """Return ``value``; None where a sum left the range of float64, because JSON has no infinity."""
-    return value if math.isfinite(value) else None

@@ -23,11 +23,11 @@ import torch
 from fabric.ckpt_server.state.dtensor import is_sharded, placement_key
 from fabric.ckpt_server.state.encoding import memory_key
 from fabric.ckpt_server.state.optimizer_extras import (
+    EXTRAS,
     groups_of,
     held_optimizers,
     kept_state,
     load_extras,
-    without_extras,
 )
 from fabric.errors import StateError
 
@@ -49,7 +49,7 @@ _TAKEN_APART = (str, bytes, bytearray, np.ndarray, np.generic, deque, torch.Size
 def load_optimizer(live: torch.optim.Optimizer, value: dict[str, Any]) -> None:
     """Load ``value``, as ``optimizer_state`` gives it, into ``live``."""
     load_extras(live, value, load_optimizer)
-    plain = without_extras(value)
+    plain = {key: part for key, part in value.items() if key != EXTRAS}  # the part that torch knows
     groups = [
         place(group, {key: now for key, now in live_group.items() if key != "params"})
         for group, live_group in zip(plain["param_groups"], live.param_groups, strict=True)
@@ -273,13 +273,9 @@ def _check_tensor(path: str, live: torch.Tensor, value: torch.Tensor) -> None:
         raise _differ(path, "shape", tuple(value.shape), tuple(live.shape))
     if value.dtype != live.dtype:
         raise _differ(path, "dtype", value.dtype, live.dtype)
-    here, there = _placement(live), _placement(value)
+    here, there = (placement_key(x) if is_sharded(x) else "whole" for x in (live, value))
     if here != there:
         raise _differ(path, "the placement", there, here)
-
-
-def _placement(tensor: torch.Tensor) -> object:
-    return placement_key(tensor) if is_sharded(tensor) else "whole"
 
 
 def _ties(state: Mapping[str, Any]) -> dict[str, str]:

@@ -113,11 +113,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
     return {**state, EXTRAS: extras} if extras else state
 
 
-def without_extras(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of ``value`` that torch knows."""
-    return {key: part for key, part in value.items() if key != EXTRAS}
-
-
 def groups_of(live: torch.optim.Optimizer, value: Mapping[str, Any]) -> list[list[torch.Tensor]] | None:
     """Return the parameters by group of the optimizer whose state is ``value``; None where it is unknown.
 

@@ -322,11 +322,6 @@ def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "fabric-snapshot", lower_priority, (niceness,))
 
 
-def _threads() -> int:
-    """Return the number of threads: two, or one where two would leave no core to the trainer."""
-    return max(1, min(2, len(os.sched_getaffinity(0)) - 1))
-
-
 def _digest_threads() -> int:
     """Return the number of threads that digest a device's bytes: a quarter of the cores, at most four.
 
@@ -344,7 +339,8 @@ class CpuCopier:
     (0 to 19)."""
 
     def __init__(self, threads: int = 0, niceness: int = _NICENESS) -> None:
-        self._threads = threads or _threads()
+        # Two, or one where two would leave no core to the trainer.
+        self._threads = threads or max(1, min(2, len(os.sched_getaffinity(0)) - 1))
         self._pool = _pool(self._threads + 1, niceness)
         self._copying: CopyPass | None = None
 

@@ -149,9 +149,9 @@ def _exact(loaded: Any, exact: Any, device: torch.device) -> Any:
             return exact.to(device)
         return loaded if loaded.dtype == exact.dtype else exact.to(loaded.device)
     if isinstance(exact, dict):
-        known = loaded if isinstance(loaded, dict) else {}
+        parts = loaded if isinstance(loaded, dict) else {}
         for key in exact:
-            exact[key] = _exact(known.get(key), exact[key], device)
+            exact[key] = _exact(parts.get(key), exact[key], device)
         return exact
     if isinstance(exact, list | tuple | deque) and not isinstance(exact, torch.Size):
         before = list(loaded) if isinstance(loaded, list | tuple) else []

@@ -29,6 +29,7 @@ from fabric.ckpt_server.wire.channel_protocol import (
     LOG_NAME,
     SOCKET_NAME,
     START_LOCK_NAME,
+    DurableJob,
     RequestChannel,
     close_all,
 )
@@ -322,35 +323,12 @@ class ServerHandle:
         """Take the slot's entry back; return whether the slot may be written now, without ``begin``."""
         return self._gradient_index is not None and self._gradient_index.withdraw(slot)
 
-    def persist(
-        self,
-        step: int,
-        generation: int,
-        *,
-        url: str,
-        incarnation: int,
-        keep: int,
-        required: bool = False,
-        urgent: bool = False,
-    ) -> None:
-        """Ask the server to write the snapshot of ``step`` to durable storage; do not wait for it.
+    def persist(self, job: DurableJob) -> None:
+        """Ask the server to write its snapshot of ``job.step`` to durable storage; do not wait for it.
 
-        ``required``: write only where storage holds a checkpoint of the job. ``urgent``: at once, in place of
-        the checkpoint under way. Raises Refused where the server does not hold the step.
+        Raises Refused where the server does not hold the step.
         """
-        self._ask(
-            {
-                "op": "persist",
-                "step": step,
-                "generation": generation,
-                "url": url,
-                "incarnation": incarnation,
-                "keep": keep,
-                "required": required,
-                "urgent": urgent,
-            },
-            _PUBLISH_S,
-        )
+        self._ask({**asdict(job), "op": "persist"}, _PUBLISH_S)
 
     def durable_outcome(self) -> dict[str, Any]:
         """Return whether a writer runs, the newest checkpoint, and why the last one was not written."""

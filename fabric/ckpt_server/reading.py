@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -41,7 +41,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     read_header,
     read_preamble,
 )
-from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
+from fabric.ckpt_server.format.tensor_slices import Shard, find_shards, without_shards
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
 from fabric.protocol.messages.rank_messages import replica_digest
 from fabric.protocol.rules.lanes import TensorRegion
@@ -55,34 +55,10 @@ _MAX_HEALTH_BYTES = 4 << 10
 _SNAPSHOTS = "/v1/snapshots/"
 
 
-class ReadableState(Protocol):
-    """A state that can be read. ``name``: the user's name of it; ``tensors``: in file order.
-
-    It is the part of rank ``rank`` of ``ranks`` (0 of 1: the whole state).
-    """
-
-    name: str
-    step: int
-    nbytes: int
-    rank: int
-    ranks: int
-    tensors: dict[str, TensorSpan]
-
-    @property
-    def digest(self) -> str:
-        """The digest of the whole state, 32 hex digits."""
-
-    def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes of the file. Raises StateError or Unreachable."""
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield all bytes of the file in order. Raises StateError or Unreachable."""
-
-
 @contextmanager
 def open_state(
     name: str, token: str, tls: Tls | None = None, timeout_s: float | None = None
-) -> Iterator[ReadableState]:
+) -> "Iterator[ReadableState]":
     """The state that ``name`` (a path or URLs) stands for. Raises FabricError.
 
     ``timeout_s``: how long reading from checkpoint servers may take."""
@@ -117,6 +93,11 @@ def _folder_and_rank(name: str) -> tuple[str, str | None]:
     """Return the folder and the text after its mark. A mark in the folder's own path counts as a letter."""
     url, mark, rank = name.rpartition("#")
     return (url, rank) if mark and "/" not in rank and not Path(name).is_dir() else (name, None)
+
+
+# A state that can be read has a ``name`` (the user's name of it), ``step`` and ``nbytes``. Its ``tensors``
+# are in file order. It is the part of rank ``rank`` of ``ranks`` (0 of 1: the whole state). ``digest`` is of
+# the whole state, 32 hex digits. ``read`` returns bytes of the file, ``pieces`` yields all bytes in order.
 
 
 class FileState:
@@ -391,7 +372,18 @@ class MergedState:
     def __init__(self, name: str, parts: Sequence[BlockState]) -> None:
         self.name = name
         self._states = sorted(parts, key=lambda part: part.rank)
-        self._check_one_state()
+        ranks, first = [part.rank for part in self._states], self._states[0].manifest
+        if ranks != list(range(self._states[0].ranks)):
+            raise StateError(
+                f"{self.name} names ranks {', '.join(map(str, ranks))} of {self._states[0].ranks}: name one"
+                " address of each rank, or a single rank's"
+            )
+        for part in self._states:
+            if any(part.manifest[key] != first[key] for key in ("generation", "step", "ranks")):
+                raise StateError(
+                    f"{self.name}: rank {part.rank} has another state (step {part.step}) than rank 0 (step"
+                    f" {first['step']}): name one step of all, http://host:port/v1/snapshots/STEP"
+                )
         self.step, self.rank, self.ranks = parts[0].step, 0, 1
         description = self._description()
         layout = [(tensor, *self._find(tensor)) for tensor in self._states[0].tensors]
@@ -446,26 +438,11 @@ class MergedState:
             for begin in range(span.begin, span.end, _PIECE_BYTES):
                 yield self.read(begin, min(begin + _PIECE_BYTES, span.end))
 
-    def _check_one_state(self) -> None:
-        ranks, first = [part.rank for part in self._states], self._states[0].manifest
-        if ranks != list(range(self._states[0].ranks)):
-            raise StateError(
-                f"{self.name} names ranks {', '.join(map(str, ranks))} of {self._states[0].ranks}: name one"
-                " address of each rank, or a single rank's"
-            )
-        for part in self._states:
-            identity = [part.manifest[key] for key in ("generation", "step", "ranks")]
-            if identity != [first[key] for key in ("generation", "step", "ranks")]:
-                raise StateError(
-                    f"{self.name}: rank {part.rank} has another state (step {part.step}) than rank 0 (step"
-                    f" {first['step']}): name one step of all, http://host:port/v1/snapshots/STEP"
-                )
-
     def _description(self) -> Any:
         """Return the description of the state, which is equal at all ranks except for the shards."""
         try:
-            descriptions = [_without_shards(parse_json(part.header.metadata)) for part in self._states]
-        except (RecursionError, LookupError, TypeError) as error:
+            descriptions = [without_shards(parse_json(part.header.metadata), {}) for part in self._states]
+        except (RecursionError, LookupError, TypeError, ValueError) as error:
             raise StateError(f"{self.name}: its description of the state is damaged") from error
         for rank, description in enumerate(descriptions):
             if description != descriptions[0]:
@@ -498,9 +475,4 @@ class MergedState:
         )
 
 
-def _without_shards(node: Any) -> Any:
-    if isinstance(node, dict):
-        if "$shard" in node:
-            return node["$shard"][0]
-        return {key: _without_shards(inner) for key, inner in node.items()}
-    return [_without_shards(inner) for inner in node] if isinstance(node, list) else node
+ReadableState = FileState | BlockState | MergedState

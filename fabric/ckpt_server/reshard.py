@@ -36,7 +36,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     file_order,
     read_preamble,
 )
-from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, local_shape
+from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, region_of
 from fabric.ckpt_server.state.training_state import FORMAT, names_of, parameter_names, tensor_at
 from fabric.ckpt_server.state.training_state import parse_description as step_and_tree
 from fabric.errors import StateError
@@ -181,8 +181,7 @@ class TensorPlacement:
         shape = tuple(tensor.shape)
         if not is_sharded(tensor):
             return cls(shape, TensorRegion.whole(shape), None)
-        description = describe_shard(tensor)
-        return cls(shape, TensorRegion(tuple(description["offset"]), local_shape(tensor)), description)
+        return cls(shape, region_of(tensor), describe_shard(tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +453,8 @@ class ReshardPlan:
         for rank, node in nodes.items():
             inner, stored = node.get("$shard", (node, None)) if isinstance(node, dict) else (None, None)
             name = inner.get("$tensor") if isinstance(inner, dict) else None
-            if isinstance(name, list) and stored is None and not _is_sharded(live):
+            is_sharded_here = isinstance(live, TensorPlacement) and live.description is not None
+            if isinstance(name, list) and stored is None and not is_sharded_here:
                 self._place(name[0], {r: (n["$tensor"][0], None) for r, n in nodes.items()}, None, path)
                 return first
             if not isinstance(name, str) or (stored is None) != ("$shard" not in first):
@@ -469,7 +469,11 @@ class ReshardPlan:
         self, name: str, held: Mapping[int, tuple[str, dict[str, Any] | None]], live: Any, path: str
     ) -> dict[str, Any] | None:
         """Add this rank's part of a tensor to the plan. Return its description, None for a full tensor."""
-        spans = {rank: self._span(rank, old_name, path) for rank, (old_name, _) in held.items()}
+        spans = {}
+        for rank, (old_name, _) in held.items():
+            if old_name not in self._spans[rank]:
+                raise StateError(f"{path} refers to a tensor that rank {rank}'s part has not; it is damaged.")
+            spans[rank] = self._spans[rank][old_name]
         first, stored = next(iter(spans.values())), next(iter(held.values()))[1]
         shape = tuple(stored["shape"]) if stored is not None else first.shape
         here = live.parameter if isinstance(live, _LikeParameter) and live.parameter.shape == shape else live
@@ -525,12 +529,6 @@ class ReshardPlan:
                 " here; such a layout cannot be resharded."
             )
 
-    def _span(self, rank: int, name: str, path: str) -> TensorSpan:
-        span = self._spans[rank].get(name)
-        if span is None:
-            raise StateError(f"{path} refers to a tensor that rank {rank}'s part has not; it is damaged.")
-        return span
-
 
 def _optimizer_placements(
     live: torch.optim.Optimizer, names: Mapping[int, str], everywhere: frozenset[str] | None
@@ -580,10 +578,6 @@ def _placed(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_placed(inner) for inner in value]
     return None
-
-
-def _is_sharded(live: Any) -> bool:
-    return isinstance(live, TensorPlacement) and live.description is not None
 
 
 def _at(live: Any, key: Any) -> Any:

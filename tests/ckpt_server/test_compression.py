@@ -257,7 +257,7 @@ def test_a_failed_trial_of_compression_is_repeated_and_only_one_runs_at_a_time()
     speed = LinkSpeed(1)
     measure(speed, 10e6, 10e6, 2)
     assert speed.compress_next() and not speed.compress_next()
-    speed.failed(True)
+    speed.measured(True, 0, 1.0)
     assert speed.compress_next()
     assert "nothing was left to try" in speed.why
 
@@ -268,10 +268,7 @@ def test_any_measurements_lead_to_plain_or_compressed(measured):
     speed = LinkSpeed(2)
     for compressed, nbytes, seconds, fails in measured:
         speed.compress_next()
-        if fails:
-            speed.failed(compressed)
-        else:
-            speed.measured(compressed, int(nbytes), seconds)
+        speed.measured(compressed, 0 if fails else int(nbytes), seconds)
         assert speed.why.partition(":")[0] in ("plain", "compressed")
 
 

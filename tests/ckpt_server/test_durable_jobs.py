@@ -35,7 +35,7 @@ def hold(handle, slot: int, step: int) -> bytes:
 
 
 def persist(handle, url: str, step: int, incarnation: int = 1, **more: bool) -> None:
-    handle.persist(step, 1, url=url, incarnation=incarnation, keep=3, **more)
+    handle.persist(DurableJob(url, "", "", incarnation, keep=3, generation=1, step=step, **more))
 
 
 def steps(url: str) -> list[int]:
@@ -299,7 +299,7 @@ def test_only_a_writer_that_the_server_killed_for_its_memory_is_overtaken(monkey
                 await drain()
                 if is_needed:
                     for reader in tuple(slot.readers):
-                        reader.abort()
+                        reader()
                 else:
                     process.kill()
 

@@ -141,14 +141,14 @@ def test_a_slot_that_is_withdrawn_and_written_while_it_is_read(holder, monkeypat
     """
     pieces = []
 
-    def read(body, into, read=multi_source.MemoryBody.read):
-        read(body, into)
+    def read(memory, into, at, read=HostMemory.read):
+        read(memory, into, at)
         pieces.append(len(into))
         if len(pieces) == 3:
             holder.begin("snapshot", 0)
             holder.allocate("snapshot", 0, len(FILE))[:] = b"\xee" * len(FILE)
 
-    monkeypatch.setattr(multi_source.MemoryBody, "read", read)
+    monkeypatch.setattr(HostMemory, "read", read)
     target = bytearray(len(FILE))
     with pytest.raises(Gone, match="409"):
         fetched(StateFetcher(streams_per_source=1), [holder.url], target)
@@ -174,13 +174,13 @@ def test_a_reader_cannot_write(holder):
 
 
 def test_a_reader_keeps_the_memory_of_a_server_that_is_killed_during_the_read(holder, monkeypatch):
-    def read(body, into, read=multi_source.MemoryBody.read):
+    def read(memory, into, at, read=HostMemory.read):
         if holder.pid:
             end(holder.pid)
             holder.pid = 0
-        read(body, into)
+        read(memory, into, at)
 
-    monkeypatch.setattr(multi_source.MemoryBody, "read", read)
+    monkeypatch.setattr(HostMemory, "read", read)
     monkeypatch.setattr(multi_source, "streams_per_source", lambda *_: 1)
     target = bytearray(len(FILE))
     with pytest.raises(

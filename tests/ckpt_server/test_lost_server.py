@@ -1,7 +1,6 @@
 """A trainer's own checkpoint server dies or does not answer while the trainer needs it."""
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -18,7 +17,7 @@ from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.reshard import Layout
 from fabric.ckpt_server.state.snapshot import CpuCopier
 from fabric.ckpt_server.state.training_state import StateDescriber
-from fabric.ckpt_server.wire.channel_protocol import RequestChannel
+from fabric.ckpt_server.wire import channel_protocol
 from fabric.client.gradients.gradient_slots import GradientSlots
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
@@ -202,13 +201,13 @@ def stop():
 def asked(monkeypatch):
     """The names of all requests that this process sent to a server."""
     sent: list[str] = []
-    send = RequestChannel._send
+    encode_line = channel_protocol.encode_line
 
-    def noting(self, request, timeout_s):
-        sent.append(json.loads(request)["op"])
-        send(self, request, timeout_s)
+    def noting(body):
+        sent.append(body["op"])
+        return encode_line(body)
 
-    monkeypatch.setattr(RequestChannel, "_send", noting)
+    monkeypatch.setattr(channel_protocol, "encode_line", noting)
     return sent
 
 

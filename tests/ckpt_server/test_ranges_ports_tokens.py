@@ -18,7 +18,7 @@ from fabric.ckpt_server.server.routes import (
     wanted_range,
 )
 from fabric.ckpt_server.server.slots import Memfd
-from fabric.ckpt_server.server.trainer_watch import TrainerWatch, parse_stat
+from fabric.ckpt_server.server.trainer_watch import TrainerWatch, state_in
 from fabric.errors import (
     ConfigError,
     FabricError,
@@ -97,7 +97,7 @@ def stat(state: str, flags: int, threads: int) -> str:
     ],
 )
 def test_letters_of_the_kernel_are_read_as_process_states(state, flags, threads, verdict):
-    assert parse_stat(stat(state, flags, threads)).verdict == verdict
+    assert state_in(stat(state, flags, threads)) == verdict
 
 
 async def test_process_states_of_the_kernel_of_real_processes_is_noticed_without_being_asked():

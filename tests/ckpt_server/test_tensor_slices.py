@@ -12,15 +12,14 @@ from server_support import fetch, publish
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.safetensors_file import build_preamble
 from fabric.ckpt_server.format.tensor_slices import (
-    Shard,
     contiguous_from,
-    elements,
     find_shards,
     gather,
-    local_part,
     parse_slice,
+    slice_text,
 )
 from fabric.errors import ProtocolError
+from fabric.protocol.rules.lanes import TensorRegion
 
 STEP = 900
 CUBE = torch.arange(40 * 30 * 50, dtype=torch.float64).reshape(
@@ -111,7 +110,7 @@ def test_a_slice_of_a_sharded_tensor_is_the_part_of_it_that_this_rank_holds(url)
 def boxes(draw):
     shape = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=4)))
     ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
-    return shape, tuple((begin, end) for begin, end in ends)
+    return shape, TensorRegion(tuple(b for b, _ in ends), tuple(e - b for b, e in ends))
 
 
 @settings(deadline=None)
@@ -119,10 +118,12 @@ def boxes(draw):
 def test_every_box_equals_numpys_slice(found, data):
     shape, box = found
     array = np.arange(int(np.prod(shape)), dtype=np.uint16).reshape(shape)
-    cut = array[tuple(slice(begin, end) for begin, end in box)]
-    assert parse_slice(",".join(f"{b}:{e}" for b, e in box), shape) == box
-    assert elements(box) == cut.size
-    first = contiguous_from(box, shape)
+    cut = array[tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))]
+    assert parse_slice(slice_text(box), shape) == box
+    assert box.elements == cut.size
+    first, numbers = contiguous_from(box, shape), np.arange(array.size).reshape(shape)
+    inside = numbers[box.within(TensorRegion.whole(shape))].ravel()
+    assert (first is None) == bool((np.diff(inside) != 1).any())
     if first is not None:
         assert np.array_equal(array.ravel()[first : first + cut.size], cut.ravel())
     if cut.size:
@@ -139,14 +140,8 @@ def test_any_text_is_a_box_within_the_tensor_or_refused(text, shape):
         box = parse_slice(text, tuple(shape))
     except ProtocolError:
         return
-    assert len(box) == len(shape)
-    assert all(0 <= begin <= end <= size for (begin, end), size in zip(box, shape, strict=True))
-
-
-def test_a_slice_outside_this_ranks_shard_is_empty():
-    shard = Shard((10, 5), (4, 0))
-    assert local_part(((0, 4), (0, 5)), shard, (4, 5)) is None
-    assert local_part(((3, 5), (0, 1)), shard, (4, 5)) == ((0, 1), (0, 1))
+    assert len(box.begin) == len(box.sizes) == len(shape)
+    assert all(0 <= b <= e <= n for b, e, n in zip(box.begin, box.end, shape, strict=True))
 
 
 WHAT_JSON_HAS = st.recursive(

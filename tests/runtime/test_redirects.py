@@ -1,15 +1,16 @@
 """The hosts to which a client follows a lighthouse's redirect with the job's token."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from yarl import URL
 
 from fabric.ckpt_server.server.trainer_status import StatusSender
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.client.control import lighthouse_link
 from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.errors import Unreachable
@@ -149,7 +150,8 @@ async def test_a_trainer_shows_no_token_to_an_unnamed_host(tmp_path, monkeypatch
 
 async def test_a_checkpoint_server_shows_no_token_to_an_unnamed_host():
     async with sends_away() as (url, reached, seen_twice):
-        sender = StatusSender((url,), "j", "r0", "secret", None, random.Random(0))  # type: ignore[arg-type]
+        settings = ServerSettings("j", "r0", Path(), lighthouse=(url,))
+        sender = StatusSender(settings, "secret", None, None, None)  # type: ignore[arg-type]
         task = asyncio.create_task(sender.run())
         await seen_twice.wait()
         task.cancel()

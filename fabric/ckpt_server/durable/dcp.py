@@ -12,7 +12,6 @@ import io
 import uuid
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,8 +35,8 @@ except ImportError:  # before torch 2.15 the class has a private home only
 
 from fabric.ckpt_server.durable.reader import MAX_JSON_BYTES, METADATA
 from fabric.ckpt_server.durable.storage import Storage, storage_errors
-from fabric.ckpt_server.format.safetensors_file import FileHeader, read_header
-from fabric.ckpt_server.state.dtensor import Shardings
+from fabric.ckpt_server.format.safetensors_file import read_header
+from fabric.ckpt_server.state.dtensor import LocalParts
 from fabric.ckpt_server.state.encoding import DTYPE_BY_NAME, StateDecoder
 from fabric.ckpt_server.state.training_state import host_bytes, parse_description, tensor_at
 from fabric.errors import StateError
@@ -122,44 +121,6 @@ def _raw_begin(begin: int, file: DigestingFile, nbytes: int) -> int:
     return begin + entry.header_offset + _LOCAL_HEADER_BYTES + names
 
 
-class _LocalShards(Shardings):
-    """Leaves shards as the file has them: as local tensors, with their description."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[int, tuple[torch.Tensor, Mapping[str, Any]]] = {}
-
-    def build(self, local: torch.Tensor, description: Mapping[str, Any]) -> torch.Tensor:
-        self.found[id(local)] = (local, description)
-        return local
-
-
-@dataclass(slots=True)
-class _DecodedSnapshot:
-    """A snapshot taken apart: values and paths by dotted name, and the shards among the tensors.
-
-    ``blobs`` names the tensors whose bytes lie in the file.
-    """
-
-    header: FileHeader
-    values: Mapping[str, Any]
-    paths: Mapping[str, tuple[str | int, ...]]
-    shards: dict[int, tuple[torch.Tensor, Mapping[str, Any]]]
-    blobs: dict[int, str]
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def _take_apart(file: memoryview) -> _DecodedSnapshot:
-    header = read_header(file)
-    spans = {span.name: span for span in header.tensors}
-    shardings = _LocalShards()
-    decoder = StateDecoder(lambda name: tensor_at(file, spans[name]), set(spans), shardings=shardings)
-    _, tree = parse_description(header.metadata)
-    values, paths = flatten_state_dict({name: decoder.decode(node) for name, node in tree.items()})
-    blobs = {id(tensor): name for name, tensor in decoder.seen.items()}
-    return _DecodedSnapshot(header, values, paths, shardings.found, blobs, decoder.seen)
-
-
 def write_rank_shard(
     storage: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, begun: Callable[[], None]
 ) -> dict[str, Any]:
@@ -169,64 +130,56 @@ def write_rank_shard(
     Calls ``begun`` when a part of the data is written. Raises StateError; then ``storage`` holds half-written
     files.
     """
-    state = _take_apart(file)
+    header, local = read_header(file), LocalParts()
+    spans = {span.name: span for span in header.tensors}
+    decoder = StateDecoder(lambda name: tensor_at(file, spans[name]), set(spans), shardings=local)
+    _, tree = parse_description(header.metadata)
+    values, paths = flatten_state_dict({name: decoder.decode(node) for name, node in tree.items()})
+    blobs = {id(tensor): name for name, tensor in decoder.seen.items()}  # those whose bytes lie in the file
     data, rest = f"__{rank}_0.distcp", f"fabric-{rank}.bin"
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     raw: dict[str, tuple[str, int]] = {}
     with storage.create(data) as opened:
         out = DigestingFile(opened)
-        for name, value in state.values.items():
+        for name, value in values.items():
             begin = out.mark()
             torch.save(value, out)  # type: ignore[arg-type]  # it needs write and flush
-            entry: dict[str, Any] = {
-                "begin": begin,
-                "nbytes": out.nbytes - begin,
-                "path": list(state.paths[name]),
-            }
+            entry = {"begin": begin, "nbytes": out.nbytes - begin, "path": list(paths[name])}
             if isinstance(value, torch.Tensor):
-                tensors[name] = {**entry, **_describe(value, state.shards)}
-                blob = state.blobs.get(id(value))
+                tensors[name] = {**entry, **_describe(value, local)}
+                blob = blobs.get(id(value))
                 if blob is not None and value.numel():
                     raw.setdefault(blob, (data, _raw_begin(begin, out, value.nbytes)))
             else:
-                objects[name] = {**entry, "digest": _digest_since(out, begin)}
+                # To compare the objects of several ranks.
+                digest = xxhash.xxh3_64_hexdigest(b"".join(piece for _, piece in out.pieces))
+                objects[name] = {**entry, "digest": f"{digest}-{out.nbytes - begin}"}
             if not begin:
                 begun()
         files = {data: {"nbytes": out.nbytes, "digest": out.digest}}
     with storage.create(rest) as opened:
         out = DigestingFile(opened)
-        out.write(file[: state.header.nbytes])
-        for span in state.header.tensors:
+        out.write(file[: header.nbytes])
+        for span in header.tensors:
             if span.name not in raw and span.begin < span.end:
                 raw[span.name] = (rest, out.nbytes)
                 out.write(file[span.begin : span.end])
         files[rest] = {"nbytes": out.nbytes, "digest": out.digest}
-    segments: list[list[Any]] = [[rest, 0, state.header.nbytes]]
-    segments += [[*raw[s.name], s.end - s.begin] for s in state.header.tensors if s.begin < s.end]
+    segments = [[*raw[s.name], s.end - s.begin] for s in header.tensors if s.begin < s.end]
     return {
         "format": 1,
         "rank": rank,
         "snapshot": dict(snapshot),
-        "segments": segments,
+        "segments": [[rest, 0, header.nbytes], *segments],
         "tensors": tensors,
         "objects": objects,
         "files": files,
     }
 
 
-def _digest_since(out: DigestingFile, begin: int) -> str:
-    """Return the digest of the object written since ``begin``, to compare the objects of several ranks."""
-    hasher = xxhash.xxh3_64()
-    for _, piece in out.pieces:
-        hasher.update(piece)
-    return f"{hasher.hexdigest()}-{out.nbytes - begin}"
-
-
-def _describe(
-    tensor: torch.Tensor, shards: Mapping[int, tuple[torch.Tensor, Mapping[str, Any]]]
-) -> dict[str, Any]:
-    shard = shards.get(id(tensor))
+def _describe(tensor: torch.Tensor, local: LocalParts) -> dict[str, Any]:
+    shard = local.parts.get(id(tensor))
     chunk = list(tensor.shape)
     shape, offset = (chunk, [0] * len(chunk)) if shard is None else (shard[1]["shape"], shard[1]["offset"])
     return {
@@ -244,7 +197,7 @@ def write_metadata(storage: Storage, rank_shards: list[dict[str, Any]]) -> None:
     described: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     written: dict[MetadataIndex, WriteResult] = {}
-    for kind, add in (("tensors", _add_tensor), ("objects", _add_object)):
+    for kind in ("tensors", "objects"):
         for name in dict.fromkeys(n for rank_shard in rank_shards for n in rank_shard[kind]):
             parts = [
                 (rank_shard["rank"], rank_shard[kind][name])
@@ -256,22 +209,20 @@ def write_metadata(storage: Storage, rank_shards: list[dict[str, Any]]) -> None:
                 key = name if alike else f"rank{rank}.{name}"
                 path = tuple(entry["path"]) if alike else (f"rank{rank}", *entry["path"])
                 paths[key] = path
-                index = add(described, key, entry, alike)
+                if kind == "tensors":
+                    index = _add_tensor(described, key, entry, alike)
+                else:
+                    index, described[key] = MetadataIndex(key), BytesStorageMetadata()
                 where = _StorageInfo(f"__{rank}_0.distcp", entry["begin"], entry["nbytes"])
                 written.setdefault(index, WriteResult(index, entry["nbytes"], where))
     metadata = Metadata(state_dict_metadata=described, planner_data=paths)
-    storage.put(METADATA, _index_file(metadata, list(written.values())))
-
-
-def _index_file(metadata: Metadata, written: list[WriteResult]) -> bytes:
-    """Return the library's index file. The library renames the file, which deletes one in an object store."""
+    # The library renames the file, which deletes one in an object store.
     scratch = Storage(f"memory://fabric-{uuid.uuid4().hex}")
     scratch.make()
     with storage_errors("made", METADATA):
-        FsspecWriter(scratch.url).finish(metadata, [written])
-    data = scratch.get(METADATA, MAX_JSON_BYTES)
+        FsspecWriter(scratch.url).finish(metadata, [list(written.values())])
+    storage.put(METADATA, scratch.get(METADATA, MAX_JSON_BYTES))
     scratch.remove_folder()
-    return data
 
 
 def _fit_together(entries: list[dict[str, Any]]) -> bool:
@@ -298,8 +249,3 @@ def _add_tensor(described: dict[str, Any], key: str, entry: dict[str, Any], alik
     if part not in metadata.chunks:
         metadata.chunks.append(part)
     return MetadataIndex(key, offset)
-
-
-def _add_object(described: dict[str, Any], key: str, entry: dict[str, Any], alike: bool) -> MetadataIndex:
-    described[key] = BytesStorageMetadata()
-    return MetadataIndex(key)

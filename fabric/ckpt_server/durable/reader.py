@@ -109,9 +109,16 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
     if not is_count(manifest.get("ranks"), MAX_RANKS) or not manifest["ranks"]:
         raise StateError(f"{name} has no usable number of ranks")
     files = manifest.get("files")
-    if not isinstance(files, dict) or not all(_is_file(*entry) for entry in files.items()):
-        raise StateError(f"{name} lists files with impossible names or sizes")
-    missing = [rank_shard_name(r) for r in range(manifest["ranks"]) if rank_shard_name(r) not in files]
+    for file, entry in files.items() if isinstance(files, dict) else [("", None)]:
+        # A plain file name, never a path, with a size and a digest.
+        if (
+            not _FILE.fullmatch(file)
+            or not isinstance(entry, dict)
+            or not is_count(entry.get("nbytes"), MAX_FILE_BYTES)
+            or not is_hex(entry.get("digest"), DIGEST_DIGITS)
+        ):
+            raise StateError(f"{name} lists files with impossible names or sizes")
+    missing = [x for x in map(rank_shard_name, range(manifest["ranks"])) if x not in manifest["files"]]
     if missing:
         raise StateError(f"{name} does not list {missing[0]}")
     return manifest
@@ -142,35 +149,21 @@ def parse_rank_shard(data: bytes, name: str, manifest: Mapping[str, Any], rank: 
     listed = description.get("segments")
     if not isinstance(listed, list):
         raise StateError(f"{name} does not say where its bytes are")
-    segments = tuple(_segment(entry, manifest["files"], name) for entry in listed)
+    segments, files = [], manifest["files"]
+    for entry in listed:
+        if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
+            raise StateError(f"{name} refers to a file that its manifest does not list")
+        file, begin, nbytes = entry
+        if file not in files:
+            raise StateError(f"{name} refers to a file that its manifest does not list")
+        if not is_count(begin, MAX_FILE_BYTES) or not is_count(nbytes, MAX_FILE_BYTES):
+            raise StateError(f"{name} refers to impossible bytes of {file}")
+        if begin + nbytes > (size := files[file]["nbytes"]):
+            raise StateError(f"{name} refers to byte {begin + nbytes} of {file}, which has {size}")
+        segments.append(Segment(file, begin, nbytes))
     if sum(s.nbytes for s in segments) != snapshot["nbytes"]:
         raise StateError(f"{name} does not say where each of its {snapshot['nbytes']} bytes is")
-    return RankShard(snapshot, segments)
-
-
-def _is_file(name: object, entry: object) -> bool:
-    """Whether ``name`` is a plain file name, never a path, and ``entry`` has a size and a digest."""
-    if not isinstance(name, str) or not _FILE.fullmatch(name) or not isinstance(entry, dict):
-        return False
-    return is_count(entry.get("nbytes"), MAX_FILE_BYTES) and is_hex(entry.get("digest"), DIGEST_DIGITS)
-
-
-def _segment(entry: object, files: Mapping[str, Any], name: str) -> Segment:
-    if (
-        not isinstance(entry, list)
-        or len(entry) != 3
-        or not isinstance(entry[0], str)
-        or entry[0] not in files
-    ):
-        raise StateError(f"{name} refers to a file that its manifest does not list")
-    file, begin, nbytes = entry
-    if not is_count(begin, MAX_FILE_BYTES) or not is_count(nbytes, MAX_FILE_BYTES):
-        raise StateError(f"{name} refers to impossible bytes of {file}")
-    if begin + nbytes > files[file]["nbytes"]:
-        raise StateError(
-            f"{name} refers to byte {begin + nbytes} of {file}, which has {files[file]['nbytes']}"
-        )
-    return Segment(file, begin, nbytes)
+    return RankShard(snapshot, tuple(segments))
 
 
 def attempts_to_delete(
@@ -239,10 +232,6 @@ class CheckpointListing:
     complete: tuple[DurableCheckpoint, ...]
     unfinished: tuple[Attempt, ...]
     warnings: tuple[str, ...]
-
-    def find(self, state: SnapshotRef) -> DurableCheckpoint | None:
-        """Return the checkpoint that holds this state."""
-        return next((c for c in self.complete if c.state == state), None)
 
 
 def list_checkpoints(storage: Storage, job: str) -> CheckpointListing:
@@ -371,7 +360,7 @@ def find_checkpoint(storage: Storage, job: str, state: SnapshotRef) -> DurableCh
 
     Raises NotListed where there is no problem."""
     listing = list_checkpoints(storage, job)
-    checkpoint = listing.find(state)
+    checkpoint = next((c for c in listing.complete if c.state == state), None)
     if checkpoint is None:
         more = "".join(f"; {warning}" for warning in listing.warnings)
         kind = StateError if more else NotListed

@@ -43,8 +43,6 @@ class DurableJobResult:
     ``warnings``: problems with deleting old attempts. ``conflict``: why a restart would not begin from it."""
 
     folder: str
-    nbytes: int
-    seconds: float
     complete: bool
     warnings: tuple[str, ...] = ()
     conflict: str = ""
@@ -57,7 +55,6 @@ def write(
 
     Deletes the folder first if possible, but not where storage is away: the next try needs all ranks' parts.
     """
-    begun = time.monotonic()
     rank, ranks = snapshot.get("rank", 0), len(snapshot.get("ranks", [""]))
     if file_digest(file) != snapshot["digest"]:
         raise IntegrityError(f"the snapshot of step {snapshot['step']} in memory does not match its digest")
@@ -74,7 +71,13 @@ def write(
     try:
         folder.make()
         if not _is_complete(folder, snapshot):
-            _write_part(folder, file, snapshot, rank, points)
+            # Late: it imports torch, for seconds, and storage that is away needs no torch.
+            from fabric.ckpt_server.durable.dcp import write_rank_shard
+
+            step = snapshot["step"]
+            shard = write_rank_shard(folder, file, snapshot, rank, lambda: points.hit("durable-begin", step))
+            points.hit("durable-data", step)
+            folder.put(rank_shard_name(rank), json.dumps(shard, separators=(",", ":")).encode())
             if not rank:
                 _finish(folder, order, snapshot, ranks, points)
     except StorageAway:
@@ -85,9 +88,9 @@ def write(
                 folder.remove_folder()
         raise
     if rank:
-        return DurableJobResult(folder.url, len(file), time.monotonic() - begun, False)
+        return DurableJobResult(folder.url, False)
     warnings, conflict = _tidy(job, order, attempt, points)
-    return DurableJobResult(folder.url, len(file), time.monotonic() - begun, True, warnings, conflict)
+    return DurableJobResult(folder.url, True, warnings, conflict)
 
 
 def _is_complete(folder: Storage, snapshot: Mapping[str, Any]) -> bool:
@@ -99,19 +102,6 @@ def _is_complete(folder: Storage, snapshot: Mapping[str, Any]) -> bool:
         return False
     wanted = SnapshotRef(snapshot["generation"], snapshot["step"], state_digest(snapshot))
     return open_checkpoint(folder).state == wanted
-
-
-def _write_part(
-    folder: Storage, file: memoryview, snapshot: Mapping[str, Any], rank: int, points: Failpoints
-) -> None:
-    # Late: it imports torch, for seconds, and storage that is away needs no torch.
-    from fabric.ckpt_server.durable.dcp import write_rank_shard
-
-    rank_shard = write_rank_shard(
-        folder, file, snapshot, rank, lambda: points.hit("durable-begin", snapshot["step"])
-    )
-    points.hit("durable-data", snapshot["step"])
-    folder.put(rank_shard_name(rank), json.dumps(rank_shard, separators=(",", ":")).encode())
 
 
 def _finish(

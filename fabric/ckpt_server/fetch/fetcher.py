@@ -13,7 +13,7 @@ import math
 import ssl
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,6 @@ from fabric.runtime.http.token_file import TokenFile
 #
 # A joining replica needs one gradient per step, and near the end of its catch-up the members wait for it.
 # So, while there are other sources, a slow source gets about a second, and is then asked last for a while.
-
 
 _MAX_META_CHARACTERS = 60_000
 _MAX_LAYOUT_CHARACTERS = 128
@@ -116,8 +115,6 @@ def _gradient_meta(response: Any, generation: int, step: int, url: str) -> Gradi
     epoch, nbytes = _number(header("X-Fabric-Epoch")), _number(header("Content-Length"))
     return GradientMeta(generation, step, epoch, weight, digest, layout, nbytes, meta, url)
 
-
-__all__ = ["FetchResult", "GradientMeta", "StateFetcher"]
 
 _MAX_MANIFEST_BYTES = 128 << 20
 _MANIFEST_GRACE_S = 2.0  # how long the fetcher waits for other manifests after the first manifest
@@ -181,12 +178,12 @@ class StateFetcher:
 
     def cancel(self) -> None:
         """End every transfer at once; the fetcher cannot be used afterwards."""
-        self._access.sockets.shutdown()
+        self._access.cancel()
         self._idle.close()
 
     @property
     def is_cancelled(self) -> bool:
-        return self._access.sockets.closed
+        return self._access.is_cancelled
 
     def close(self) -> None:
         self._idle.close()
@@ -280,8 +277,7 @@ class StateFetcher:
                     source.error = source_error(error)
             except (*TRANSIENT, StateError) as error:
                 source.error = source_error(error)
-            if self._access.sockets.closed:
-                raise StateError("The fetch was cancelled; nothing was loaded.")
+            self._require_running()
         if any(source.error is None for source in sources):
             raise StateError(f"The gradient of step {step} was not published within {wait_s:g} s.")
         raise all_failed(f"the gradient of step {step}", sources)
@@ -333,45 +329,35 @@ class StateFetcher:
     ) -> str:
         """Fetch the manifest's bytes from the group, from this host alone if possible. Return whether they
         came compressed, and why."""
+
+        def over(sources: list[Source]) -> str:
+            striping = MultiSourceFetch(manifest, sources, target, self._access, self._idle)
+            resume = self._unfinished == manifest["digest"]
+            self._unfinished = manifest["digest"]
+            try:
+                striping.run(self._streams, self._range_bytes, self._progress, resume=resume, wanted=blocks)
+            finally:
+                self.warnings += striping.warnings
+            self._unfinished = ""
+            return striping.compression
+
         try:
-            near = self._near(manifest, group)
+            if self.same_host:
+                state = SnapshotRef(manifest["generation"], manifest["step"], manifest["digest"])
+                token = self._access.tokens.shown()
+                for source in group:
+                    place = source.address.place
+                    source.memory = HostMemory.find(place, state, token, manifest["nbytes"])
+            near = [source for source in group if source.memory is not None]
             if 0 < len(near) < len(group):
                 with contextlib.suppress(StateError):
-                    return self._stripe_over(manifest, near, target, blocks)
+                    return over(near)
                 self._require_running()
-            return self._stripe_over(manifest, [s for s in group if s.error is None] or group, target, blocks)
+            return over([source for source in group if source.error is None] or group)
         finally:
             for source in group:
                 if source.memory is not None:
                     source.memory.close()
-
-    def _near(self, manifest: dict[str, Any], group: list[Source]) -> list[Source]:
-        """Return the sources of the group whose memory can be read."""
-        if not self.same_host:
-            return []
-        state = SnapshotRef(manifest["generation"], manifest["step"], manifest["digest"])
-        for source in group:
-            source.memory = HostMemory.find(
-                source.address.place, state, self._access.token, manifest["nbytes"]
-            )
-        return [source for source in group if source.memory is not None]
-
-    def _stripe_over(
-        self,
-        manifest: dict[str, Any],
-        group: list[Source],
-        target: memoryview,
-        blocks: Collection[int] | None,
-    ) -> str:
-        striping = MultiSourceFetch(manifest, group, target, self._access, self._idle)
-        resume = self._unfinished == manifest["digest"]
-        self._unfinished = manifest["digest"]
-        try:
-            striping.run(self._streams, self._range_bytes, self._progress, resume=resume, wanted=blocks)
-        finally:
-            self.warnings += striping.warnings
-        self._unfinished = ""
-        return striping.compression
 
     def _holders(
         self, sources: list[Source], state: SnapshotRef
@@ -380,41 +366,27 @@ class StateFetcher:
         sources."""
         promised: dict[str, Any] | None = None
         good: list[Source] = []
-        for source, manifest in self._manifests(sources, state):
-            if state_digest(manifest) != state.digest or manifest.get("rank", 0) != self._rank:
+        for source, manifest in zip(sources, self._ask_all(sources, state), strict=True):
+            if manifest is None:
+                self.warnings.append(f"{source.url} is not used: {source.error}.")
+            elif state_digest(manifest) != state.digest or manifest.get("rank", 0) != self._rank:
                 source.error = IntegrityError(f"it holds the digest {state_digest(manifest)} for this step")
                 self.warnings.append(
                     f"{source.url} is not used: {source.error}, and {state.digest} is asked for."
                 )
-                continue
-            if promised is not None and manifest["digest"] != promised["digest"]:
+            elif promised is not None and manifest["digest"] != promised["digest"]:
                 # One content digest may belong to several files: each layout of ranks has a file of its own.
                 source.error = IntegrityError("it holds that state in another layout of ranks")
-                continue
-            promised = manifest  # any of the manifests will do: equal digests promise equal bytes
-            good.append(source)
-        return promised, good
-
-    def _manifests(self, sources: list[Source], state: SnapshotRef) -> list[tuple[Source, dict[str, Any]]]:
-        """Return the manifests of the sources that answer in time."""
-        if len(sources) == 1:
-            answers = [self._ask(sources[0], state, self._idle.take(sources[0].address))]
-        else:
-            answers = self._ask_all(sources, state)
-        self._require_running()
-        manifests = []
-        for source, manifest in zip(sources, answers, strict=True):
-            if manifest is not None:
-                manifests.append((source, manifest))
             else:
-                self.warnings.append(f"{source.url} is not used: {source.error}.")
-        return manifests
+                promised = manifest  # any of the manifests will do: equal digests promise equal bytes
+                good.append(source)
+        return promised, good
 
     def _ask_all(self, sources: list[Source], state: SnapshotRef) -> list[dict[str, Any] | None]:
         """Ask all sources at once; None for a source without an answer, or with a much later one."""
         lines = [self._idle.take(source.address) for source in sources]
         with ThreadPoolExecutor(len(sources), "fabric-manifest") as pool:
-            asked: list[Future[dict[str, Any] | None]] = [
+            asked = [
                 pool.submit(self._ask, source, state, line)
                 for source, line in zip(sources, lines, strict=True)
             ]
@@ -428,6 +400,7 @@ class StateFetcher:
             for line, future in zip(lines, asked, strict=True):
                 if future in late:
                     line.retire()
+        self._require_running()
         return [None if future in late else future.result() for future in asked]
 
     def _ask(self, source: Source, state: SnapshotRef, line: HttpConnection) -> dict[str, Any] | None:
@@ -456,5 +429,5 @@ class StateFetcher:
         return None
 
     def _require_running(self) -> None:
-        if self._access.sockets.closed:
+        if self._access.is_cancelled:
             raise StateError("The fetch was cancelled; nothing was loaded.")

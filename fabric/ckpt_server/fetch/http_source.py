@@ -2,7 +2,7 @@
 
 Bytes go from the socket straight into the caller's memory; no other copy of a body is kept. A wait in
 ``recv`` ends when bytes arrive, at the timeout, or by ``shutdown`` from another thread: so a cancel ends
-every stream at once. Every socket, and every dial, is therefore registered before a thread waits for it.
+every stream at once. A connection therefore keeps its dial or socket before its thread waits for it.
 """
 
 import contextlib
@@ -12,10 +12,11 @@ import socket
 import ssl
 import struct
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,66 +43,29 @@ class SourceRefused(StateError):
     """The source has refused the request: another attempt is of no use."""
 
 
-Dial = Future[socket.socket]
-
-
-class OpenSockets:
-    """The open sockets and the dials of one fetcher; after ``shutdown`` none can be added."""
-
-    def __init__(self) -> None:
-        self._open: set[socket.socket | Dial] = set()
-        self._lock = threading.Lock()
-        self.closed = False
-
-    def add(self, sock: socket.socket | Dial) -> None:
-        """Raises StateError when the fetch was cancelled."""
-        with self._lock:
-            if self.closed:
-                close(sock)
-                raise StateError("The fetch was cancelled.")
-            self._open.add(sock)
-
-    def close(self, sock: socket.socket | Dial) -> None:
-        with self._lock:
-            self._open.discard(sock)
-        close(sock)
-
-    def shutdown(self) -> None:
-        """Shut down every socket, which ends every wait; the sockets' owners close them."""
-        with self._lock:
-            self.closed = True
-            for sock in self._open:
-                abort(sock)
-
-
-def close(sock: socket.socket | Dial) -> None:
-    """Close a socket, or end a dial, as far as it has not ended."""
-    sock.cancel() if isinstance(sock, Future) else sock.close()
-
-
-def abort(sock: socket.socket | Dial) -> None:
-    """Wake the thread that waits on ``sock``."""
-    if isinstance(sock, Future):
-        sock.cancel()
-        return
-    with contextlib.suppress(OSError):  # the socket is not connected, or closed: no thread waits on it
-        # Do not call the TLS socket's own shutdown: it changes the object while another thread reads from it.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
-@dataclass(frozen=True, slots=True)
 class HttpAccess:
-    """How every source is reached. ``token`` empty means none, ``timeout_s`` bounds one read."""
+    """How every source is reached. ``tokens`` may be empty; ``timeout_s`` bounds one read.
 
-    tokens: TokenFile
-    timeout_s: float
-    ssl_context: ssl.SSLContext | None
-    sockets: OpenSockets = field(default_factory=OpenSockets)
+    ``cancel`` ends all connections made with it, also those made later.
+    """
 
-    @property
-    def token(self) -> str:
-        """The current token: its file may change while this process runs."""
-        return self.tokens.shown()
+    def __init__(self, tokens: TokenFile, timeout_s: float, ssl_context: ssl.SSLContext | None) -> None:
+        self.tokens, self.timeout_s, self.ssl_context = tokens, timeout_s, ssl_context
+        self.is_cancelled = False
+        self._connections: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, connection: "HttpConnection") -> None:
+        with self._lock:
+            self._connections.add(connection)
+            if self.is_cancelled:
+                connection.retire()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.is_cancelled = True
+            for connection in self._connections:
+                connection.retire()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +106,10 @@ class HttpConnection:
         self._http = http.client.HTTPConnection(address.host, address.port)
         self._http.auto_open = 0  # this class dials, so that a cancel can end the dialling
         self._sock: socket.socket | None = None
-        self._dialled: Dial | None = None
+        self._dialled: Future[socket.socket] | None = None
         self._ended = False
         self._retired = False
+        access.add(self)
 
     def get(
         self,
@@ -157,11 +122,11 @@ class HttpConnection:
 
         ``wait_s`` lengthens the timeout; ``coding``: the content coding that may be used.
 
-        Raises the errors in TRANSIENT, or StateError after a cancel.
+        Raises the errors in TRANSIENT, or SourceRefused after ``retire``.
         """
         headers = {"Accept-Encoding": coding}
-        if self._access.token:
-            headers["Authorization"] = f"Bearer {self._access.token}"
+        if token := self._access.tokens.shown():  # the file may change while this process runs
+            headers["Authorization"] = f"Bearer {token}"
         if byte_range is not None:
             headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
         if self._sock is not None and self._http.sock is not None:
@@ -215,7 +180,16 @@ class HttpConnection:
             raise SourceRefused(f"its answer is larger than {most} bytes")
         if response.length:
             raise ConnectionError("its answer ended too early")
-        return _parsed(bytes(body), response.getheader("ETag"))
+        tag = response.getheader("ETag")
+        if tag is not None and tag != etag(bytes_digest(memoryview(body))):
+            raise IntegrityError("its answer is not what its ETag says")
+        # A list takes dozens of bytes in memory, and three in JSON text. Manifests of fabric have few lists.
+        if body.count(b"[") + body.count(b"{") > _FEW_CONTAINERS + len(body) // _BYTES_PER_CONTAINER:
+            raise SourceRefused("its answer is made of too many lists and objects")
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise SourceRefused(f"its answer is not JSON ({' '.join(str(error).split())[:100]})") from error
 
     def _ask(
         self, sock: socket.socket, path: str, headers: dict[str, str], wait_s: float
@@ -234,8 +208,7 @@ class HttpConnection:
     @property
     def is_open(self) -> bool:
         """Whether the connection is open and no thread has ended it."""
-        ended = self._ended or self._retired or self._access.sockets.closed
-        return self._sock is not None and not ended
+        return self._sock is not None and not self._ended and not self._retired
 
     def retire(self) -> None:
         """From another thread: end the current wait and every later wait."""
@@ -248,9 +221,12 @@ class HttpConnection:
         Later waits end at once until ``close``.
         """
         self._ended = True
-        for end in (self._dialled, self._sock):
-            if end is not None:
-                abort(end)
+        if (dial := self._dialled) is not None:
+            dial.cancel()
+        if (sock := self._sock) is not None:
+            with contextlib.suppress(OSError):  # it is not connected, or closed: no thread waits on it
+                # Not by the TLS socket's own method: it changes the object while another thread reads.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection; the next ``get`` dials again."""
@@ -261,50 +237,40 @@ class HttpConnection:
         sock, self._sock = self._sock, None
         self._http.close()
         if sock is not None:
-            self._access.sockets.close(sock)
+            sock.close()
 
     def _dial(self) -> socket.socket:
+        """Connect by the first address of the name that answers. An abort ends the wait."""
         self._let_go()
         if self._retired:
             raise SourceRefused("it gave no answer in time")
         within_s = min(CONNECT_S, self._access.timeout_s)
-        sock = self._connected(within_s)
-        sock.settimeout(within_s)
-        self._access.sockets.add(sock)
-        self._sock = sock  # stored before its handshake, so that an abort can end that
-        try:
-            if self._ended:
-                raise ConnectionAbortedError("the wait for it was ended")
-            self._sock = self._http.sock = self._secure(sock)
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:
-            self._sock = None
-            self._access.sockets.close(sock)
-            raise
-        return self._sock
-
-    def _connected(self, within_s: float) -> socket.socket:
-        """Connect by the first address of the name that answers. An abort ends the wait."""
         dial = self._dialled = begin_connect(self.address.host, self.address.port, within_s)
         try:
-            self._access.sockets.add(dial)
             if self._ended:  # an abort that came before saw no dial
                 dial.cancel()
-            return dial.result()
+            sock = self._sock = dial.result()
         except CancelledError:
             raise ConnectionAbortedError("the wait for it was ended") from None
         finally:
             self._dialled = None
-            self._access.sockets.close(dial)
-
-    def _secure(self, sock: socket.socket) -> socket.socket:
-        if not self.address.secure:
-            return sock
-        context = self._access.ssl_context or ssl.create_default_context()
-        wrapped = context.wrap_socket(sock, server_hostname=self.address.host)
-        self._access.sockets.add(wrapped)
-        self._access.sockets.close(sock)
-        return wrapped
+        try:
+            sock.settimeout(within_s)
+            if self.address.secure:  # kept before its handshake, so that an abort can end that
+                context, host = self._access.ssl_context or ssl.create_default_context(), self.address.host
+                sock = self._sock = context.wrap_socket(
+                    sock, server_hostname=host, do_handshake_on_connect=False
+                )
+            if self._ended:
+                raise ConnectionAbortedError("the wait for it was ended")
+            if isinstance(sock, ssl.SSLSocket):
+                sock.do_handshake()
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            self._let_go()
+            raise
+        self._http.sock = sock
+        return sock
 
 
 class IdleConnections:
@@ -399,36 +365,17 @@ def read_exactly(response: http.client.HTTPResponse, into: memoryview) -> None:
         filled += count
 
 
-def _parsed(body: bytes, tag: str | None) -> Any:
-    if tag is not None and tag != etag(bytes_digest(memoryview(body))):
-        raise IntegrityError("its answer is not what its ETag says")
-    # A list takes dozens of bytes in memory, and three in JSON text. Manifests of fabric have few lists.
-    if body.count(b"[") + body.count(b"{") > _FEW_CONTAINERS + len(body) // _BYTES_PER_CONTAINER:
-        raise SourceRefused("its answer is made of too many lists and objects")
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise SourceRefused(f"its answer is not JSON ({' '.join(str(error).split())[:100]})") from error
-
-
 def refusal(response: http.client.HTTPResponse) -> StateError:
     """Return the error of a refusing answer: Gone, SourceRefused, or a StateError where a retry may help."""
-    text, gone = _error_text(response)
-    reason = f"it answered {response.status}: {text}"
+    body, gone = response.read(_MAX_ERROR_BYTES), None
+    try:
+        parsed = json.loads(body)
+        text, gone = str(parsed["error"]), parsed.get("gone")
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        text = body.decode("utf-8", "replace") or response.reason
+    reason = f"it answered {response.status}: {' '.join(text.split())[:_MAX_ERROR_CHARACTERS]}"
     if response.status == 409:
-        return Gone(reason) if gone is not False else StateError(reason)
+        return StateError(reason) if gone is False else Gone(reason)
     if response.status >= 500 or response.status in (408, 429):
         return StateError(reason)
     return SourceRefused(reason)
-
-
-def _error_text(response: http.client.HTTPResponse) -> tuple[str, bool | None]:
-    body = response.read(_MAX_ERROR_BYTES)
-    gone = None
-    try:
-        parsed = json.loads(body)
-        text = str(parsed["error"])
-        gone = parsed.get("gone") if isinstance(parsed.get("gone"), bool) else None
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        text = body.decode("utf-8", "replace") or response.reason
-    return " ".join(text.split())[:_MAX_ERROR_CHARACTERS], gone

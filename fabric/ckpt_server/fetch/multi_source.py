@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import xxhash
@@ -25,7 +25,6 @@ from fabric.ckpt_server.fetch.http_source import (
     TRANSIENT,
     HttpAccess,
     HttpAddress,
-    HttpBody,
     HttpConnection,
     IdleConnections,
     SourceRefused,
@@ -72,8 +71,14 @@ class HostMemory:
             memory.close()
         return None
 
-    def body(self, begin: int) -> "MemoryBody":
-        return MemoryBody(self._descriptors[0], begin)
+    def read(self, into: memoryview, at: int) -> None:
+        """Fill ``into`` from byte ``at`` on. Raises ConnectionError where the memory ends too early."""
+        while len(into):
+            # Read the memory and do not map it: the kernel copies as fast, without page tables.
+            count = os.preadv(self._descriptors[0], [into], at)
+            if not count:
+                raise ConnectionError(f"its memory ends {len(into)} bytes too early")
+            at, into = at + count, into[count:]
 
     def still_there(self) -> bool:
         """Whether the bytes read so far are of the wanted state; tell the server that we still read."""
@@ -83,23 +88,6 @@ class HostMemory:
         """Let the server use the slot again. No thread may be reading."""
         close_all(self._descriptors)
         self._channel.close()
-
-
-class MemoryBody:
-    """Reads a snapshot's bytes in order, with the interface of ``HttpBody``."""
-
-    def __init__(self, descriptor: int, begin: int) -> None:
-        self._descriptor = descriptor
-        self._at = begin
-
-    def read(self, into: memoryview) -> None:
-        """Fill ``into``. Raises ConnectionError where the memory ends too early."""
-        while len(into):
-            # Read the memory and do not map it: the kernel copies as fast, without page tables.
-            count = os.preadv(self._descriptor, [into], self._at)
-            if not count:
-                raise ConnectionError(f"its memory ends {len(into)} bytes too early")
-            self._at, into = self._at + count, into[count:]
 
 
 # The blocks of a file that are still to be fetched, and the streams that claim them.
@@ -151,13 +139,6 @@ class _Pace:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
-class _Shared:
-    pending: deque[BlockRange]
-    claims: set[RangeClaim] = field(default_factory=set)
-    pace: dict[str, _Pace] = field(default_factory=dict)
-
-
 class RangeQueue:
     """The blocks of one file, for ``streams`` streams. All methods may be called from any thread."""
 
@@ -172,7 +153,9 @@ class RangeQueue:
         self._clock = clock
         self._changed = threading.Condition()
         self._stopped = False
-        self._shared = _Shared(deque(runs_of(block for block, is_done in enumerate(done) if not is_done)))
+        self._pending = deque(runs_of(block for block, is_done in enumerate(done) if not is_done))
+        self._claims: set[RangeClaim] = set()
+        self._pace: dict[str, _Pace] = {}
 
     @property
     def complete(self) -> bool:
@@ -190,7 +173,7 @@ class RangeQueue:
                 if block_range is not None:
                     now = self._clock()
                     claim = RangeClaim(block_range, source, now, end, moved_s=now)
-                    self._shared.claims.add(claim)
+                    self._claims.add(claim)
                     return claim
                 self._reclaim(source)
                 self._changed.wait(_LOOK_S)
@@ -199,7 +182,7 @@ class RangeQueue:
     def finished(self, block: int) -> None:
         """Note that ``block`` is in place and verified."""
         with self._changed:
-            for claim in self._shared.claims:
+            for claim in self._claims:
                 if block in claim.block_range.blocks:
                     claim.moved_s = self._clock()
             if not self._done[block]:
@@ -211,20 +194,20 @@ class RangeQueue:
     def release(self, claim: RangeClaim, *, failed: bool) -> None:
         """Give a range back. Its unfinished blocks are fetched again, after a failure from another source."""
         with self._changed:
-            self._shared.claims.discard(claim)
-            pace = self._shared.pace.setdefault(claim.source, _Pace())
+            self._claims.discard(claim)
+            pace = self._pace.setdefault(claim.source, _Pace())
             avoid = claim.block_range.avoid | ({claim.source} if failed else frozenset())
             rest = [block for block in claim.block_range.blocks if not self._done[block]]
             pace.blocks += claim.block_range.count - len(rest)
             pace.seconds += self._clock() - claim.since_s
-            self._shared.pending.extendleft(BlockRange(block, 1, avoid) for block in reversed(rest))
+            self._pending.extendleft(BlockRange(block, 1, avoid) for block in reversed(rest))
             self._changed.notify_all()
 
     def drop(self, source: str) -> None:
         """Give ``source`` no more ranges, and take back those it has."""
         with self._changed:
             self._alive.discard(source)
-            for claim in self._shared.claims:
+            for claim in self._claims:
                 if claim.source == source:
                     claim.end()
             self._changed.notify_all()
@@ -235,7 +218,7 @@ class RangeQueue:
         A source that trickles would hold the range for ever.
         """
         with self._changed:
-            for claim in self._shared.claims:
+            for claim in self._claims:
                 if self._clock() - claim.moved_s > limit_s:
                     claim.moved_s = self._clock()
                     claim.end()
@@ -252,24 +235,23 @@ class RangeQueue:
             self._changed.wait(timeout_s)
 
     def _pick(self, source: str) -> BlockRange | None:
-        pending = self._shared.pending
-        for index, candidate in enumerate(pending):
+        for index, candidate in enumerate(self._pending):
             if source not in candidate.avoid or self._alive <= candidate.avoid:
-                del pending[index]
+                del self._pending[index]
                 most = max(_FEWEST_BLOCKS, self._left // (2 * self._streams))
                 if self._left <= (_FEWEST_BLOCKS + 1) * self._streams:  # near the end: one range per stream
                     most = -(-self._left // self._streams)
                 size = min(candidate.count, self._most_blocks, most)
                 if size < candidate.count:
                     rest = replace(candidate, first=candidate.first + size, count=candidate.count - size)
-                    pending.insert(index, rest)
+                    self._pending.insert(index, rest)
                 return replace(candidate, count=size)
         return None
 
     def _reclaim(self, source: str) -> None:
-        pace = self._shared.pace.get(source)
+        pace = self._pace.get(source)
         now = self._clock()
-        for claim in self._shared.claims:
+        for claim in self._claims:
             patience = _PATIENCE_UNKNOWN_S
             if pace is not None and pace.blocks:
                 expected_s = claim.block_range.count * pace.seconds / pace.blocks
@@ -320,7 +302,7 @@ class LinkSpeed:
         self._since = 0
 
     def compress_next(self) -> bool:
-        """Return whether to compress the next range. The caller must then call ``measured`` or ``failed``."""
+        """Return whether to compress the next range. The caller must then call ``measured``."""
         with self._lock:
             if not self._is_known or self._is_fast:
                 return False
@@ -331,7 +313,9 @@ class LinkSpeed:
             return self._trial
 
     def measured(self, compressed: bool, nbytes: int, seconds: float) -> None:
-        """Note that ``nbytes`` of the state arrived and were decompressed in ``seconds`` on one stream."""
+        """Note that ``nbytes`` of the state arrived and were decompressed in ``seconds`` on one stream.
+
+        They are 0 where the range failed, for a reason other than the link's speed."""
         rate = nbytes / max(seconds, 1e-9)
         with self._lock:
             if compressed == self._trial:
@@ -343,12 +327,6 @@ class LinkSpeed:
             else:
                 self._plain = rate if not self._plain else (self._plain + rate) / 2
                 self._plain_ranges += 1
-
-    def failed(self, compressed: bool) -> None:
-        """Note that the range failed, for a reason other than the link's speed."""
-        with self._lock:
-            if compressed == self._trial:
-                self._trial = None
 
     @property
     def why(self) -> str:
@@ -408,7 +386,7 @@ class Source:
 
 
 class MultiSourceFetch:
-    """Fetches the file of ``manifest`` from ``sources`` into ``target`` (exactly its size)."""
+    """Fetches the file of ``manifest`` from ``sources`` into ``target`` (exactly its size), once."""
 
     def __init__(
         self,
@@ -419,13 +397,13 @@ class MultiSourceFetch:
         idle: IdleConnections,
     ) -> None:
         self._manifest = manifest
+        self._block_bytes: int = manifest["block_bytes"]
         self._sources = sources
         self._target = target
         self._access = access
         self._idle = idle
         self._lock = threading.Lock()
-        self._snapshot = f"/v1/snapshots/{manifest['step']}"
-        self._query = f"?generation={manifest['generation']}"
+        self._queue = RangeQueue([], 1, 1, set(), time.monotonic)
         self._speed = LinkSpeed(1)
         self.warnings: list[str] = []
 
@@ -452,171 +430,155 @@ class MultiSourceFetch:
 
         With ``resume``, blocks that the target holds already are not fetched.
         """
-        count = len(self._manifest["blocks"])
-        wanted = range(count) if wanted is None else wanted
         digests = self._manifest["blocks"]
+        wanted = range(len(digests)) if wanted is None else wanted
         done = [
-            block not in wanted or (resume and block_digest(self._block(block)) == digests[block])
-            for block in range(count)
+            block not in wanted or (resume and block_digest(self._block(block)) == digest)
+            for block, digest in enumerate(digests)
         ]
         held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
-        most = max(1, range_bytes // int(self._manifest["block_bytes"]))
+        most = max(1, range_bytes // self._block_bytes)
         streams = streams_per_source(streams, len(self._sources), len(os.sched_getaffinity(0)))
-        workers = len(self._sources) * streams
+        workers, urls = len(self._sources) * streams, {source.url for source in self._sources}
         self._speed = LinkSpeed(workers)
-        queue = RangeQueue(done, most, workers, {source.url for source in self._sources}, time.monotonic)
+        self._queue = queue = RangeQueue(done, most, workers, urls, time.monotonic)
         with ThreadPoolExecutor(workers, "fabric-fetch", lower_priority) as pool:
-            running = [
-                pool.submit(self._stream, queue, source) for source in self._sources for _ in range(streams)
-            ]
+            running = [pool.submit(self._stream, source) for source in self._sources for _ in range(streams)]
             try:
-                self._watch(queue, running, progress, held)
+                self._watch(running, progress, held)
             finally:
                 queue.stop()
-                for source in self._sources:
-                    queue.drop(source.url)
+                for url in urls:
+                    queue.drop(url)
         for future in running:
             future.result()
 
-    def _watch(
-        self, queue: RangeQueue, running: list[Future[None]], progress: Progress | None, held: int
-    ) -> None:
+    def _watch(self, running: list[Future[None]], progress: Progress | None, held: int) -> None:
         reported = -1
-        stuck_s = self._access.timeout_s + int(self._manifest["block_bytes"]) / LEAST_BYTES_PER_S
+        stuck_s = self._access.timeout_s + self._block_bytes / LEAST_BYTES_PER_S
         while True:
-            complete = queue.complete
+            complete = self._queue.complete
             received = held + sum(source.nbytes for source in self._sources)
             if progress is not None and received != reported:
                 reported = received
                 progress(received, self._manifest["nbytes"])
             if complete:
                 return
-            if self._access.sockets.closed:
+            if self._access.is_cancelled:
                 raise StateError("The fetch was cancelled; nothing was loaded.")
-            if not queue.alive:
+            if not self._queue.alive:
                 raise all_failed(f"step {self._manifest['step']}", self._sources)
             if any(future.done() and future.exception() for future in running):
                 return  # a bug raised in a stream: ``run`` raises its exception again
-            queue.end_stuck(stuck_s)
-            queue.wait(_WAIT_S)
+            self._queue.end_stuck(stuck_s)
+            self._queue.wait(_WAIT_S)
 
-    def _stream(self, queue: RangeQueue, source: Source) -> None:
+    def _stream(self, source: Source) -> None:
         connection, sound = self._idle.take(source.address), False
         try:
-            while (claim := queue.take(source.url, connection.abort)) is not None:
-                self._fetch_claim(queue, source, connection, claim)
+            while (claim := self._queue.take(source.url, connection.abort)) is not None:
+                if source.memory is not None:
+                    self._read(source, source.memory, claim)
+                else:
+                    self._fetch_claim(source, connection, claim)
             sound = True  # a connection whose response was not read to the end is closed already
         finally:
             self._idle.give(connection, reusable=sound)
 
-    def _fetch_claim(
-        self, queue: RangeQueue, source: Source, connection: HttpConnection, claim: RangeClaim
-    ) -> None:
-        if (memory := source.memory) is not None:
-            self._read(queue, source, memory, claim)
-            return
-        failed, begun_s = True, time.monotonic()
+    def _fetch_claim(self, source: Source, connection: HttpConnection, claim: RangeClaim) -> None:
+        nbytes, begun_s = 0, time.monotonic()
         compressed = source.compresses and self._speed.compress_next()
         try:
-            nbytes = self._fetch(queue, source, connection, claim, compressed)
-            failed = False
-            if not compressed or source.compresses:
-                self._speed.measured(compressed, nbytes, time.monotonic() - begun_s)
+            nbytes = self._fetch(source, connection, claim, compressed)
         except IntegrityError as error:
-            self._count_wrong_bytes(queue, source, error)
+            self._count_wrong_bytes(source, error)
         except (SourceRefused, Gone) as error:
-            self._drop(queue, source, error)
+            self._drop(source, error)
         except (*TRANSIENT, StateError, ProtocolError) as error:
-            if not claim.reclaimed and not self._access.sockets.closed:
-                self._count_failure(queue, source, error)
+            if not claim.reclaimed and not self._access.is_cancelled:
+                with self._lock:
+                    source.failures += 1
+                if source.failures >= _MAX_FAILURES:
+                    self._drop(source, StateError(_one_line(error)))
+                else:
+                    self._queue.wait(_WAIT_S * source.failures)
         finally:
-            if failed or (compressed and not source.compresses):
-                self._speed.failed(compressed)
-            queue.release(claim, failed=failed)
+            failed, refused = not nbytes, compressed and not source.compresses
+            self._speed.measured(compressed, 0 if refused else nbytes, time.monotonic() - begun_s)
+            self._queue.release(claim, failed=failed)
             if failed or claim.reclaimed:  # another thread may have ended the connection after its range
                 connection.close()
 
-    def _read(self, queue: RangeQueue, source: Source, memory: HostMemory, claim: RangeClaim) -> None:
+    def _read(self, source: Source, memory: HostMemory, claim: RangeClaim) -> None:
         """Copy a range from the memory of a server on this host into place."""
-        failed, body = True, memory.body(claim.block_range.first * self._manifest["block_bytes"])
+        failed, at = True, claim.block_range.first * self._block_bytes
+
+        def read(into: memoryview) -> None:
+            nonlocal at
+            memory.read(into, at)
+            at += len(into)
+
         try:
             for block in claim.block_range.blocks:
-                self._finish(queue, source, block, _receive(body, self._block(block)))
+                self._finish(source, block, _receive(read, self._block(block)))
                 with self._lock:
                     source.shared += len(self._block(block))
             failed = not memory.still_there()
         except IntegrityError as error:
             if memory.still_there():
-                self._count_wrong_bytes(queue, source, error)
+                self._count_wrong_bytes(source, error)
         except OSError as error:
             log.debug("%s: its memory is not read any more: %s", source.url, error)
         finally:
-            queue.release(claim, failed=False)
+            self._queue.release(claim, failed=False)
             if failed:  # the slot was withdrawn, or the server has ended: the HTTP answer gives the reason
                 source.memory = None
 
-    def _fetch(
-        self,
-        queue: RangeQueue,
-        source: Source,
-        connection: HttpConnection,
-        claim: RangeClaim,
-        compressed: bool,
-    ) -> int:
+    def _fetch(self, source: Source, connection: HttpConnection, claim: RangeClaim, compressed: bool) -> int:
         """Fetch a range into place; return its size."""
-        blocks = claim.block_range.blocks
-        response = self._ask_compressed(source, connection, claim) if compressed else None
-        is_compressed = response is not None
-        if response is None:
-            response = self._ask_plain(connection, claim)
+        blocks, coding = claim.block_range.blocks, SHUFFLE if compressed else IDENTITY
+        response = self._ask(connection, blocks, coding)
+        if response.status == 404 and compressed:  # the source does not offer that coding
+            response.read(_MAX_REFUSAL_BYTES)
+            connection.close()
+            source.compresses, coding = False, IDENTITY
+            response = self._ask(connection, blocks, coding)
+        self._check(response, blocks, coding)
         body = connection.body(response)
         for block in blocks:
             part = self._block(block)
-            if is_compressed:
-                decompress(body.read, part)
-                if block == blocks[-1] and response.read(1):
-                    raise SourceRefused("it sends more than the blocks that were asked for")
-            self._finish(queue, source, block, block_digest(part) if is_compressed else _receive(body, part))
+            if coding == IDENTITY:
+                self._finish(source, block, _receive(body.read, part))
+                continue
+            decompress(body.read, part)
+            if block == blocks[-1] and response.read(1):
+                raise SourceRefused("it sends more than the blocks that were asked for")
+            self._finish(source, block, block_digest(part))
         return sum(len(self._block(block)) for block in blocks)
 
-    def _finish(self, queue: RangeQueue, source: Source, block: int, digest: str) -> None:
+    def _finish(self, source: Source, block: int, digest: str) -> None:
         """Check the digest of ``block``, which is in place. Raises IntegrityError."""
         if digest != self._manifest["blocks"][block]:
             raise IntegrityError(f"block {block} of {len(self._manifest['blocks'])}")
         with self._lock:
             source.nbytes += len(self._block(block))
             source.failures = 0
-        queue.finished(block)
+        self._queue.finished(block)
 
-    def _ask_plain(self, connection: HttpConnection, claim: RangeClaim) -> http.client.HTTPResponse:
-        block_bytes, nbytes = self._manifest["block_bytes"], self._manifest["nbytes"]
-        begin = claim.block_range.first * block_bytes
-        end = min(nbytes, begin + claim.block_range.count * block_bytes)
-        response = connection.get(f"{self._snapshot}/data{self._query}", (begin, end))
-        if response.status not in (200, 206):
+    def _ask(self, connection: HttpConnection, blocks: range, coding: str) -> http.client.HTTPResponse:
+        step, query = self._manifest["step"], f"?generation={self._manifest['generation']}"
+        if coding == IDENTITY:
+            return connection.get(f"/v1/snapshots/{step}/data{query}", self._bounds(blocks))
+        return connection.get(BLOCKS_PATH.format(step, blocks[0], blocks[-1], query), coding=coding)
+
+    def _bounds(self, blocks: range) -> tuple[int, int]:
+        end = (blocks[-1] + 1) * self._block_bytes
+        return blocks[0] * self._block_bytes, min(end, self._manifest["nbytes"])
+
+    def _check(self, response: http.client.HTTPResponse, blocks: range, coding: str) -> None:
+        """Raise the source's refusal, or SourceRefused unless the answer is of exactly these blocks."""
+        if response.status != 200 and (response.status != 206 or coding != IDENTITY):
             raise refusal(response)
-        self._check_coding(response, IDENTITY)
-        check_range(response, begin, end, nbytes)
-        return response
-
-    def _ask_compressed(
-        self, source: Source, connection: HttpConnection, claim: RangeClaim
-    ) -> http.client.HTTPResponse | None:
-        """Return the answer in the coding PLANES, or None where the source does not offer that coding."""
-        first, last = claim.block_range.first, claim.block_range.first + claim.block_range.count - 1
-        path = BLOCKS_PATH.format(self._manifest["step"], first, last, self._query)
-        response = connection.get(path, coding=SHUFFLE)
-        if response.status == 404:
-            response.read(_MAX_REFUSAL_BYTES)
-            connection.close()
-            source.compresses = False
-            return None
-        if response.status != 200:
-            raise refusal(response)
-        self._check_coding(response, SHUFFLE)
-        return response
-
-    def _check_coding(self, response: http.client.HTTPResponse, coding: str) -> None:
         sent = response.getheader("Content-Encoding") or IDENTITY
         if sent != coding:
             raise SourceRefused(f"it sends the coding {sent[:40]!r} where {coding} was asked for")
@@ -624,8 +586,22 @@ class MultiSourceFetch:
         tag = response.getheader("ETag")
         if tag is not None and tag.strip('W/"').partition("-")[0] != self._manifest["digest"]:
             raise Gone("it holds another file of this step by now")
+        if coding == IDENTITY:
+            (begin, end), nbytes = self._bounds(blocks), self._manifest["nbytes"]
+            if response.status == 206:
+                offered = response.getheader("Content-Range") or ""
+                match = _CONTENT_RANGE.fullmatch(offered)
+                if match is None or tuple(map(int, match.groups())) != (begin, end - 1, nbytes):
+                    raise SourceRefused(
+                        f"it offers {offered[:80]!r} where bytes {begin} to {end - 1} of {nbytes} were asked"
+                        " for"
+                    )
+            elif (begin, end) != (0, nbytes):
+                raise SourceRefused("it ignores byte ranges")
+            if response.length != end - begin:
+                raise SourceRefused(f"it sends {response.length} bytes where {end - begin} were asked for")
 
-    def _count_wrong_bytes(self, queue: RangeQueue, source: Source, error: IntegrityError) -> None:
+    def _count_wrong_bytes(self, source: Source, error: IntegrityError) -> None:
         with self._lock:
             source.wrong_answers += 1
             drop = source.wrong_answers >= _MAX_WRONG_ANSWERS
@@ -634,28 +610,18 @@ class MultiSourceFetch:
                 f"{' and the source is not used any more' if drop else ''}."
             )
         if drop:
-            self._drop(queue, source, IntegrityError(f"it sent wrong bytes {source.wrong_answers} times"))
+            self._drop(source, IntegrityError(f"it sent wrong bytes {source.wrong_answers} times"))
 
-    def _count_failure(self, queue: RangeQueue, source: Source, error: Exception) -> None:
+    def _drop(self, source: Source, error: StateError) -> None:
         with self._lock:
-            source.failures += 1
-            drop = source.failures >= _MAX_FAILURES
-        if drop:
-            self._drop(queue, source, StateError(one_line(error)))
-        else:
-            queue.wait(_WAIT_S * source.failures)
-
-    def _drop(self, queue: RangeQueue, source: Source, error: StateError) -> None:
-        with self._lock:
-            first = source.error is None
-            source.error = source.error or error
-            if first and not isinstance(error, IntegrityError):
-                self.warnings.append(f"{source.url} is not used any more: {error}.")
-        queue.drop(source.url)
+            if source.error is None:
+                source.error = error
+                if not isinstance(error, IntegrityError):
+                    self.warnings.append(f"{source.url} is not used any more: {error}.")
+        self._queue.drop(source.url)
 
     def _block(self, block: int) -> memoryview:
-        size = self._manifest["block_bytes"]
-        return self._target[block * size : (block + 1) * size]
+        return self._target[block * self._block_bytes : (block + 1) * self._block_bytes]
 
 
 def streams_per_source(wanted: int, sources: int, processors: int) -> int:
@@ -666,30 +632,14 @@ def streams_per_source(wanted: int, sources: int, processors: int) -> int:
     return max(1, min(wanted, processors // sources))
 
 
-def _receive(body: HttpBody | MemoryBody, part: memoryview) -> str:
-    """Fill ``part``; return its digest."""
+def _receive(read: Callable[[memoryview], None], part: memoryview) -> str:
+    """Fill ``part`` by ``read``, in order; return its digest."""
     hasher = xxhash.xxh3_64()
     for begin in range(0, len(part), PIECE_BYTES):
         piece = part[begin : begin + PIECE_BYTES]
-        body.read(piece)
+        read(piece)
         hasher.update(piece)
     return hasher.hexdigest()
-
-
-def check_range(response: Any, begin: int, end: int, nbytes: int) -> None:
-    """Raises SourceRefused unless the body is exactly bytes ``begin`` to ``end`` of ``nbytes``."""
-    if response.status == 200:
-        if (begin, end) != (0, nbytes) or response.length != nbytes:
-            raise SourceRefused("it ignores byte ranges")
-        return
-    match = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range") or "")
-    if match is None or tuple(map(int, match.groups())) != (begin, end - 1, nbytes):
-        raise SourceRefused(
-            f"it offers {str(response.getheader('Content-Range'))[:80]!r} where bytes {begin} to {end - 1} of"
-            f" {nbytes} were asked for"
-        )
-    if response.length != end - begin:
-        raise SourceRefused(f"it sends {response.length} bytes where {end - begin} were asked for")
 
 
 def all_failed(what: str, sources: Sequence[Source]) -> StateError:
@@ -701,7 +651,7 @@ def all_failed(what: str, sources: Sequence[Source]) -> StateError:
     return chosen(f"No source could deliver {what}, and nothing was loaded ({reasons}).")
 
 
-def one_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it stopped sending"
     return " ".join(str(error).split())[:300] or type(error).__name__
@@ -711,4 +661,4 @@ def source_error(error: Exception) -> StateError:
     """Return the error of a source: its own refusal, which is final, or a failed transfer."""
     if isinstance(error, Gone | IntegrityError | SourceRefused):
         return error
-    return StateError(one_line(error))
+    return StateError(_one_line(error))

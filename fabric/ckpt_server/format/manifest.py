@@ -168,16 +168,19 @@ def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[s
     nbytes, block_bytes = manifest.get("nbytes"), manifest.get("block_bytes")
     if not is_count(nbytes, MAX_FILE_BYTES) or not nbytes:
         raise StateError("The manifest has no usable size.")
-    assert isinstance(nbytes, int)
     if nbytes > max_nbytes:
         raise StateError(f"The snapshot has {nbytes} bytes and at most {max_nbytes} are accepted here.")
-    if (
-        not is_count(block_bytes, MAX_BLOCK_BYTES)
-        or not isinstance(block_bytes, int)
-        or block_bytes < MIN_BLOCK_BYTES
-    ):
+    if not is_count(block_bytes, MAX_BLOCK_BYTES) or block_bytes < MIN_BLOCK_BYTES:
         raise StateError("The manifest has no usable block size.")
-    _check_blocks(manifest, math.ceil(nbytes / block_bytes))
+    blocks, expected = manifest.get("blocks"), math.ceil(nbytes / block_bytes)
+    if not isinstance(blocks, list) or len(blocks) != expected:
+        count = len(blocks) if isinstance(blocks, list) else 0
+        raise StateError(f"The manifest lists {count} blocks where its size needs {expected}.")
+    if not all(is_hex(block, BLOCK_DIGITS) for block in blocks):
+        raise StateError(f"The manifest has a block digest that is not {BLOCK_DIGITS} hex digits.")
+    digest = digest_of_blocks(nbytes, blocks, block_bytes)
+    if digest != manifest["digest"]:
+        raise IntegrityError(f"The manifest's blocks give the digest {digest} and not {manifest['digest']}.")
     return manifest
 
 
@@ -192,20 +195,7 @@ def _check_ranks(manifest: Mapping[str, Any]) -> None:
     listed = isinstance(ranks, list) and all(is_hex(digest, DIGEST_DIGITS) for digest in ranks)
     if not listed or not isinstance(ranks, list) or not is_count(rank, len(ranks) - 1):
         raise StateError("The manifest lists no usable digests of the ranks.")
-    assert isinstance(rank, int)
     if "content" in manifest and len({digest[:16] for digest in ranks}) > 1:
         raise StateError("The manifest lists contents of ranks that describe different states.")
     if ranks[rank] != part_digest(manifest):
         raise StateError(f"The manifest's digest is not what it lists for its own rank {rank}.")
-
-
-def _check_blocks(manifest: Mapping[str, Any], expected: int) -> None:
-    blocks = manifest.get("blocks")
-    if not isinstance(blocks, list) or len(blocks) != expected:
-        count = len(blocks) if isinstance(blocks, list) else 0
-        raise StateError(f"The manifest lists {count} blocks where its size needs {expected}.")
-    if not all(is_hex(block, BLOCK_DIGITS) for block in blocks):
-        raise StateError(f"The manifest has a block digest that is not {BLOCK_DIGITS} hex digits.")
-    digest = digest_of_blocks(manifest["nbytes"], blocks, manifest["block_bytes"])
-    if digest != manifest["digest"]:
-        raise IntegrityError(f"The manifest's blocks give the digest {digest} and not {manifest['digest']}.")

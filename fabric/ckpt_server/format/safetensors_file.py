@@ -16,7 +16,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from fabric.errors import StateError
 
@@ -184,42 +184,38 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number")
 
 
-def is_count(value: object, most: int) -> bool:
+def is_count(value: object, most: int) -> TypeGuard[int]:
     """Whether ``value`` is an integer (no bool) from 0 to ``most``."""
     return type(value) is int and 0 <= value <= most
 
 
 def _span(name: str, entry: object, data_begin: int) -> TensorSpan:
+    """Return the place that the header's ``entry`` gives to a tensor. Raises StateError."""
+
+    def bad(what: str) -> StateError:
+        return StateError(f"Tensor {name[:200]!r} of the state {what}.")
+
     if not name or len(name) > _MAX_NAME_CHARACTERS or not isinstance(entry, dict):
-        raise _bad(name, "has no usable name or description; the state is damaged")
-    dtype, offsets = entry.get("dtype"), entry.get("data_offsets")
-    shape, nbytes = _extent(name, dtype, entry.get("shape"))
-    if not isinstance(offsets, list) or len(offsets) != 2:
-        raise _bad(name, "has impossible offsets")
-    begin, end = offsets
-    if not is_count(begin, MAX_FILE_BYTES) or not is_count(end, MAX_FILE_BYTES):
-        raise _bad(name, "has impossible offsets")
-    if end - begin != nbytes:
-        raise _bad(name, f"has {end - begin} bytes where its shape needs {nbytes}")
-    return TensorSpan(name, str(dtype), shape, data_begin + begin, data_begin + end)
-
-
-def _extent(name: str, dtype: object, shape: object) -> tuple[tuple[int, ...], int]:
-    """Return the shape of a tensor, and its size in bytes. Raises StateError."""
-    nbytes = ELEMENT_BYTES.get(dtype, 0) if isinstance(dtype, str) else 0
-    if not nbytes:
-        raise _bad(name, f"has the unknown dtype {str(dtype)[:40]!r}")
+        raise bad("has no usable name or description; the state is damaged")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    item = ELEMENT_BYTES.get(dtype, 0) if isinstance(dtype, str) else 0
+    if not item:
+        raise bad(f"has the unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
-        raise _bad(name, "has an impossible shape")
-    extent = nbytes  # without the empty dimensions, because torch multiplies the others too
+        raise bad("has an impossible shape")
+    extent = item  # without the empty dimensions, because torch multiplies the others too
     for size in shape:
         if not is_count(size, _MAX_SIZE):
-            raise _bad(name, "has an impossible shape")
+            raise bad("has an impossible shape")
         extent *= size or 1
     if extent > MAX_FILE_BYTES:
-        raise _bad(name, "has an impossible shape")
-    return tuple(shape), 0 if 0 in shape else extent
-
-
-def _bad(name: str, what: str) -> StateError:
-    return StateError(f"Tensor {name[:200]!r} of the state {what}.")
+        raise bad("has an impossible shape")
+    nbytes = 0 if 0 in shape else extent
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise bad("has impossible offsets")
+    begin, end = offsets
+    if not is_count(begin, MAX_FILE_BYTES) or not is_count(end, MAX_FILE_BYTES):
+        raise bad("has impossible offsets")
+    if end - begin != nbytes:
+        raise bad(f"has {end - begin} bytes where its shape needs {nbytes}")
+    return TensorSpan(name, str(dtype), tuple(shape), data_begin + begin, data_begin + end)

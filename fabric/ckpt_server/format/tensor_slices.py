@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric.errors import ProtocolError
-
-# The (begin, end) of the slice in every dimension.
-SliceBounds = tuple[tuple[int, int], ...]
+from fabric.protocol.rules.lanes import TensorRegion
 
 _ONE = re.compile(r"\s*(\d{0,18})\s*(:?)\s*(\d{0,18})\s*", re.ASCII)
 _MAX_TEXT = 2000
@@ -28,28 +26,27 @@ class Shard:
     offset: tuple[int, ...]
 
 
-def parse_slice(text: str, shape: tuple[int, ...]) -> SliceBounds:
-    """Return the box that ``text`` names in a tensor of ``shape``; left-out dimensions are taken whole.
+def parse_slice(text: str, shape: tuple[int, ...]) -> TensorRegion:
+    """Return the region that ``text`` names in a tensor of ``shape``; left-out dimensions are taken whole.
 
-    Raises ProtocolError, with the shape, for malformed text and for a box outside of the tensor.
+    Raises ProtocolError, with the shape, for malformed text and for a region outside of the tensor.
     """
     parts = text.split(",") if text.strip() and len(text) <= _MAX_TEXT else []
     if not 0 < len(parts) <= len(shape):
         raise _wrong(text, shape)
-    box = [_one(part, text, shape, size) for part, size in zip(parts, shape, strict=False)]
-    return (*box, *((0, size) for size in shape[len(box) :]))
-
-
-def _one(part: str, text: str, shape: tuple[int, ...], size: int) -> tuple[int, int]:
-    match = _ONE.fullmatch(part)
-    if match is None or match.groups() == ("", "", ""):
-        raise _wrong(text, shape)
-    first, colon, last = match.groups()
-    begin = int(first or 0)
-    end = int(last) if last else (size if colon else begin + 1)
-    if not begin <= end <= size or (not colon and last):
-        raise _wrong(text, shape)
-    return begin, end
+    bounds = []
+    for part, size in zip(parts, shape, strict=False):
+        match = _ONE.fullmatch(part)
+        if match is None or match.groups() == ("", "", ""):
+            raise _wrong(text, shape)
+        first, colon, last = match.groups()
+        begin = int(first or 0)
+        end = int(last) if last else (size if colon else begin + 1)
+        if not begin <= end <= size or (not colon and last):
+            raise _wrong(text, shape)
+        bounds.append((begin, end - begin))
+    bounds += [(0, size) for size in shape[len(bounds) :]]
+    return TensorRegion(tuple(begin for begin, _ in bounds), tuple(size for _, size in bounds))
 
 
 def _wrong(text: str, shape: tuple[int, ...]) -> ProtocolError:
@@ -59,58 +56,29 @@ def _wrong(text: str, shape: tuple[int, ...]) -> ProtocolError:
     )
 
 
-def slice_text(box: SliceBounds) -> str:
-    """Return the box as text, in the form that ``parse_slice`` reads."""
-    return ",".join(f"{begin}:{end}" for begin, end in box)
+def slice_text(region: TensorRegion) -> str:
+    """Return the region as text, in the form that ``parse_slice`` reads."""
+    return ",".join(f"{begin}:{end}" for begin, end in zip(region.begin, region.end, strict=True))
 
 
-def local_part(box: SliceBounds, shard: Shard, shape: tuple[int, ...]) -> SliceBounds | None:
-    """Return the part of ``box`` (in the whole tensor) that a shard of ``shape`` holds, in the shard's
-    indices."""
-    bounds = []
-    for (begin, end), offset, size in zip(box, shard.offset, shape, strict=True):
-        low, high = max(begin - offset, 0), min(end - offset, size)
-        if low >= high:
-            return None
-        bounds.append((low, high))
-    return tuple(bounds)
-
-
-def in_whole(box: SliceBounds, shard: Shard) -> SliceBounds:
-    """Return a box of the shard in the indices of the whole tensor."""
-    return tuple((begin + o, end + o) for (begin, end), o in zip(box, shard.offset, strict=True))
-
-
-def elements(box: SliceBounds) -> int:
-    """Return the number of elements of the box."""
-    return math.prod(end - begin for begin, end in box)
-
-
-def contiguous_from(box: SliceBounds, shape: tuple[int, ...]) -> int | None:
-    """Return the index of the box's first element in the flat tensor; None for gaps in the box."""
-    if not elements(box):
-        return 0
-    first = 0
-    for (begin, _), size in zip(box, shape, strict=True):
-        first = first * size + begin
-    # From the last dimension backwards: full dimensions, at most one cut dimension, then single elements.
-    cut = False
-    for (begin, end), size in reversed(list(zip(box, shape, strict=True))):
-        if cut and end - begin != 1:
-            return None
-        cut = cut or (begin, end) != (0, size)
-    return first
+def contiguous_from(region: TensorRegion, shape: tuple[int, ...]) -> int | None:
+    """Return the index of the region's first element in the flat tensor; None for gaps in the region."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(region.sizes, strides, strict=True))
+    if region.elements not in (0, reach):
+        return None
+    return sum(at * stride for at, stride in zip(region.begin, strides, strict=True))
 
 
 def gather(
-    tensor: memoryview, width: int, shape: tuple[int, ...], box: SliceBounds, place: tuple[int, int]
+    tensor: memoryview, width: int, shape: tuple[int, ...], region: TensorRegion, place: tuple[int, int]
 ) -> memoryview:
-    """Return elements ``place`` (first, last + 1) of the box's elements. ``tensor``: its flat bytes,
+    """Return elements ``place`` (first, last + 1) of the region's elements. ``tensor``: its flat bytes,
     ``width`` per element. Allocates memory for the result only."""
     import numpy as np
 
     elements_of_tensor = np.frombuffer(tensor, dtype=np.dtype(("V", width))).reshape(shape)
-    part = elements_of_tensor[tuple(slice(begin, end) for begin, end in box)]
+    part = elements_of_tensor[region.within(TensorRegion.whole(shape))]
     where = np.unravel_index(np.arange(*place), part.shape)
     return memoryview(part[where].tobytes())
 
@@ -126,22 +94,36 @@ def find_shards(metadata: str) -> Mapping[str, Shard]:
         return {}
     while waiting:
         node = waiting.pop()
-        if isinstance(node, dict):
-            shards.update(_shard(node.get("$shard")))
-            waiting.extend(node.values())
-        elif isinstance(node, list):
+        if isinstance(node, list):
             waiting.extend(node)
+        elif isinstance(node, dict):
+            waiting.extend(node.values())
+            try:
+                name, described = shard_of(node)
+                shape, offset = (tuple(int(n) for n in described[key]) for key in ("shape", "offset"))
+            except (TypeError, KeyError, ValueError, IndexError, OverflowError):
+                continue
+            if isinstance(name, str) and len(shape) == len(offset) and min((*shape, *offset), default=0) >= 0:
+                shards[name] = Shard(shape, offset)
     return shards
 
 
-def _shard(node: Any) -> dict[str, Shard]:
-    try:
-        local, described = node
-        name = local["$tensor"]
-        name = name if isinstance(name, str) else name[0]
-        shape, offset = (tuple(int(n) for n in described[key]) for key in ("shape", "offset"))
-    except (TypeError, KeyError, ValueError, IndexError, OverflowError):
-        return {}
-    if not isinstance(name, str) or len(shape) != len(offset) or min((*shape, *offset), default=0) < 0:
-        return {}
-    return {name: Shard(shape, offset)}
+def shard_of(node: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the tensor's name and the description of the shard that ``node`` of a description is.
+
+    Raises LookupError, TypeError or ValueError for another node."""
+    local, described = node["$shard"]
+    name = local["$tensor"]
+    return name if isinstance(name, str) else name[0], described
+
+
+def without_shards(node: Any, shards: dict[str, dict[str, Any]]) -> Any:
+    """Return a description with whole tensors in place of shards; add these to ``shards`` by tensor.
+
+    Raises as ``shard_of``, and RecursionError."""
+    if isinstance(node, dict) and "$shard" in node:
+        name, shards[name] = shard_of(node)
+        return node["$shard"][0]
+    if isinstance(node, dict):
+        return {key: without_shards(inner, shards) for key, inner in node.items()}
+    return [without_shards(inner, shards) for inner in node] if isinstance(node, list) else node

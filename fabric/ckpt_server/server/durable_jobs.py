@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import fabric
-from fabric.ckpt_server.format.manifest import check_manifest, state_digest
 from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.errors import Refused
@@ -106,18 +105,15 @@ class DurableJobs:
             await asyncio.wait({before})
         wanted: DurableJob | None = request
         while wanted is not None:
-            await self._persist_patiently(wanted)
+            began, pause_s, failures, self._made = time.monotonic(), _PAUSE_S, self.failures, False
+            # Try again while storage is away, up to AWAY_S; a newer request ends the tries.
+            while self._next is None and await self._persist(wanted):
+                self.failures = failures + 1  # the tries of one checkpoint are one failure
+                if time.monotonic() - began >= AWAY_S:
+                    break
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             wanted, self._next = self._next, None
-
-    async def _persist_patiently(self, request: DurableJob) -> None:
-        """Write it, and try again while storage is away, up to AWAY_S; a newer request ends the tries."""
-        began, pause_s, failures, self._made = time.monotonic(), _PAUSE_S, self.failures, False
-        while self._next is None and await self._persist(request):
-            self.failures = failures + 1  # the tries of one checkpoint are one failure
-            if time.monotonic() - began >= AWAY_S:
-                return
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _persist(self, request: DurableJob) -> bool:
         """Write it once; return whether it failed because storage is away."""
@@ -155,10 +151,8 @@ class DurableJobs:
             return dict(_OVERTAKEN)
         content = slot.content
         assert content is not None and slot.memfd is not None
-        served = json.loads(content.manifest)
-        # The snapshot's own manifest has no entries that the server adds for readers.
-        manifest = check_manifest({k: v for k, v in served.items() if k not in ("url", "tensors")})
-        digest = state_digest(manifest)
+        manifest = json.loads(content.manifest_without_tensors)
+        del manifest["url"]  # the server has added it for readers
         descriptor = slot.memfd.fd
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -199,13 +193,12 @@ class DurableJobs:
             raise
         if is_killed and not report:
             return dict(_OVERTAKEN)
-        return {**_parsed(report, code), "digest": digest}
+        return {**_parsed(report, code), "digest": content.state}
 
 
 def _parsed(report: bytes, code: int) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        body = json.loads(report)
-        if isinstance(body, dict):
+        if isinstance(body := json.loads(report), dict):
             return body
     if code == -9:
         return {"ok": False, "error": "its writer was killed, as when its host has no memory left"}

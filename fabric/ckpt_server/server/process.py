@@ -12,7 +12,6 @@ import fcntl
 import json
 import logging
 import os
-import random
 import shutil
 import signal
 import socket
@@ -25,7 +24,7 @@ from fabric.ckpt_server.fetch.http_source import HttpAddress
 from fabric.ckpt_server.server.local_ranks import LocalRanks
 from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.routes import make_app
-from fabric.ckpt_server.server.trainer_status import StatusSender, StatusSource
+from fabric.ckpt_server.server.trainer_status import StatusSender
 from fabric.ckpt_server.server.unix_sockets import LocalReadServer, TrainerChannel
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from fabric.ckpt_server.wire.server_settings import ServerSettings
@@ -136,34 +135,20 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
             with listening_socket(settings.run_dir) as listener, _signals(ranks):
                 tell_ready(ready_fd, {"ok": True, "url": ranks.url})
                 log.info("replica %s of job %s: %s", settings.replica, settings.job, ranks.url)
-                await _serve_until_end(ranks, token, listener)
+                local_reads = LocalReadServer(ranks.held, token).open(HttpAddress.parse(ranks.url).place)
+                async with local_reads, asyncio.TaskGroup() as group:
+                    ranks.begin(group)
+                    tasks = [group.create_task(TrainerChannel(ranks).accept(listener))]
+                    tasks.append(group.create_task(keep_bounded(settings.run_dir / LOG_NAME)))
+                    if settings.lighthouse:
+                        ranks.status_sender = StatusSender(
+                            settings, token, ranks.compose, ranks.changed, ranks.hear
+                        )
+                        tasks.append(group.create_task(ranks.status_sender.run()))
+                    await ranks.ended.wait()
+                    for task in tasks:
+                        task.cancel()
     return ranks.reason
-
-
-async def _serve_until_end(ranks: LocalRanks, token: TokenFile, listener: socket.socket) -> None:
-    """Serve trainers on ``listener``, local readers and the lighthouse until the last rank has ended."""
-    settings = ranks.settings
-    local_reads = LocalReadServer(ranks.held, token).open(HttpAddress.parse(ranks.url).place)
-    channel = TrainerChannel(ranks)
-    async with local_reads, asyncio.TaskGroup() as group:
-        ranks.begin(group)
-        tasks = [group.create_task(channel.accept(listener))]
-        tasks.append(group.create_task(keep_bounded(settings.run_dir / LOG_NAME)))
-        if settings.lighthouse:
-            chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
-            ranks.status_sender = StatusSender(
-                settings.lighthouse,
-                settings.job,
-                settings.replica,
-                token,
-                StatusSource(ranks.compose, ranks.changed, ranks.hear),
-                chance,
-                tls=settings.tls,
-            )
-            tasks.append(group.create_task(ranks.status_sender.run()))
-        await ranks.ended.wait()
-        for task in tasks:
-            task.cancel()
 
 
 def tell_ready(ready_fd: int, body: dict[str, object]) -> None:

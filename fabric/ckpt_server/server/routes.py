@@ -8,7 +8,6 @@ all bytes. Malformed requests get a 4xx with a sentence.
 
 import asyncio
 import difflib
-import functools
 import os
 import re
 import select
@@ -18,7 +17,7 @@ import time
 from bisect import bisect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from threading import BoundedSemaphore
 from typing import Any, TypeVar
@@ -29,12 +28,8 @@ from prometheus_client import Counter
 from fabric.ckpt_server.format.manifest import bytes_digest, etag
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.format.tensor_slices import (
-    SliceBounds,
     contiguous_from,
-    elements,
     gather,
-    in_whole,
-    local_part,
     parse_slice,
     slice_text,
 )
@@ -45,8 +40,10 @@ from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, Slot
 from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Compressor, choose
 from fabric.ckpt_server.wire.compression import PIECE_BYTES as WORK_BYTES
 from fabric.errors import ProtocolError, Refused
+from fabric.protocol.rules.lanes import TensorRegion
 from fabric.runtime.http.http_service import (
     STALL_S,
+    Handler,
     bearer_required,
     errors_as_json,
     json_error,
@@ -146,26 +143,26 @@ class Excerpt:
     width: int = 4  # bytes of an element; 4 for several tensors, which suits 16-bit elements too
     headers: Mapping[str, str] = field(default_factory=dict)
     span: TensorSpan | None = None
-    box: SliceBounds = ()
+    box: TensorRegion | None = None
 
     @classmethod
-    def of_tensor(cls, span: TensorSpan, box: SliceBounds | None = None) -> "Excerpt":
+    def of_tensor(cls, span: TensorSpan, box: TensorRegion | None = None) -> "Excerpt":
         """Return a whole tensor, or the part of it in ``box``."""
         width = ELEMENT_BYTES[span.dtype]
-        shape = span.shape if box is None else tuple(end - begin for begin, end in box)
+        shape = span.shape if box is None else box.sizes
         headers = {"X-Fabric-Dtype": span.dtype, "X-Fabric-Shape": ",".join(map(str, shape))}
         tag = f"-{span.begin}"
         if box is None:
             return cls(span.begin, span.end - span.begin, tag, width, headers)
         tag += "-" + slice_text(box).replace(",", "_")
-        nbytes, first = elements(box) * width, contiguous_from(box, span.shape)
+        nbytes, first = box.elements * width, contiguous_from(box, span.shape)
         if first is not None:
             return cls(span.begin + first * width, nbytes, tag, width, headers)
         return cls(span.begin, nbytes, tag, width, headers, span, box)
 
     def pieces(self, view: memoryview, begin: int, end: int, most: int) -> Iterator[memoryview]:
         """Yield bytes ``begin`` to ``end`` of the excerpt, of the slot's ``view``."""
-        if self.span is None:
+        if self.span is None or self.box is None:
             for at in range(self.begin + begin, self.begin + end, most):
                 yield view[at : min(at + most, self.begin + end)]
             return
@@ -187,17 +184,11 @@ async def send(
     ProtocolError, 412 or 416.
     """
     is_whole = request.method == "GET" and "Range" not in request.headers
-    wanted = choose(request.headers.get("Accept-Encoding")) if is_whole else IDENTITY
-    with _room_for(wanted) as coding:
-        return await _send(request, slot, metrics, excerpt, coding)
-
-
-@contextmanager
-def _room_for(coding: str) -> Iterator[str]:
-    """Give the coding to use: only few transfers at a time get ZSTD, which keeps some MiB for each."""
+    coding = choose(request.headers.get("Accept-Encoding")) if is_whole else IDENTITY
+    # Only few transfers at a time get ZSTD, which keeps some MiB for each.
     streams = coding == ZSTD and _STREAMS.acquire(blocking=False)
     try:
-        yield coding if streams or coding != ZSTD else IDENTITY
+        return await _send(request, slot, metrics, excerpt, coding if streams or coding != ZSTD else IDENTITY)
     finally:
         if streams:
             _STREAMS.release()
@@ -241,11 +232,10 @@ async def _send(
         await response.prepare(request)
         if request.method != "HEAD":
             if coding != IDENTITY:
-                await line.send_compressed(
-                    excerpt.pieces(view, begin, end, WORK_BYTES), coding, excerpt.width
-                )
+                pieces = excerpt.pieces(view, begin, end, WORK_BYTES)
+                await line.send_made(_packed(pieces, coding, excerpt.width))
             elif excerpt.span is not None:
-                await line.send_gathered(excerpt.pieces(view, begin, end, WORK_BYTES))
+                await line.send_made(excerpt.pieces(view, begin, end, WORK_BYTES))
             else:
                 await line.send_views(excerpt.pieces(view, begin, end, _TURN_BYTES))
         await line.end()
@@ -314,21 +304,10 @@ class _SlotTransfer:
             if len(left):
                 await self._give(_room(own))
 
-    async def send_gathered(self, pieces: Iterator[memoryview]) -> None:
-        """Send pieces that other threads gather."""
+    async def send_made(self, pieces: Iterator[bytes | memoryview]) -> None:
+        """Send pieces that other threads make."""
         while (piece := await work(lambda: next(pieces, None))) is not None:
             await self._write(piece)
-
-    async def send_compressed(self, pieces: Iterator[memoryview], coding: str, width: int) -> None:
-        compressor = await work(lambda: Compressor(coding, width))
-
-        def pack_next() -> bytes | None:
-            piece = next(pieces, None)
-            return None if piece is None else compressor.pack(piece)
-
-        while (packed := await work(pack_next)) is not None:
-            await self._write(packed)
-        await self._write(compressor.end())
 
     def _require_content(self) -> None:
         if self._slot.version != self._version:
@@ -354,6 +333,13 @@ class _SlotTransfer:
         except TimeoutError:
             self.abort()
             raise ConnectionResetError(f"the reader took nothing for {STALL_S:g} s") from None
+
+
+def _packed(pieces: Iterator[memoryview], coding: str, width: int) -> Iterator[bytes]:
+    compressor = Compressor(coding, width)
+    for piece in pieces:
+        yield compressor.pack(piece)
+    yield compressor.end()
 
 
 def _push(own: socket.socket, view: memoryview, sent: Counter) -> int:
@@ -399,9 +385,6 @@ _NEIGHBOURS = 20
 _BLOCKS = re.compile(r"(\d{1,12})-(\d{1,12})", re.ASCII)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_Handler = Callable[["CkptRoutes", web.Request], Awaitable[web.StreamResponse]]
-_Answer = Callable[["CkptRoutes", web.Request, SharedSlot, SlotContent], Awaitable[web.StreamResponse]]
-
 
 def make_app(
     ranks: LocalRanks, metrics: CkptMetrics, token: TokenFile | str | None, names: Iterable[str] = ()
@@ -414,6 +397,7 @@ def make_app(
             errors_as_json,
             *([pages_kept_out(names)] if tokens.is_open else []),
             bearer_required(tokens, OPEN_PATHS),
+            _say_what_is_held,
         ],
         client_max_size=64 * 1024,
     )
@@ -435,22 +419,6 @@ def make_app(
         app.router.add_get(f"{of_rank}/v1/gradients", routes.gradients)
         app.router.add_get(f"{of_rank}/v1/gradients/{{step}}", routes.gradient)
     return app
-
-
-def _of_snapshot(answer: _Answer) -> _Handler:
-    """Return the handler of a path below a snapshot, which calls ``answer`` with the snapshot's slot.
-
-    A request for a missing snapshot gets the held steps."""
-
-    @functools.wraps(answer)
-    async def handler(routes: "CkptRoutes", request: web.Request) -> web.StreamResponse:
-        slot = routes.find(request)
-        if isinstance(slot, web.Response):
-            return slot
-        assert slot.content is not None
-        return await answer(routes, request, slot, slot.content)
-
-    return handler
 
 
 class CkptRoutes:
@@ -475,10 +443,10 @@ class CkptRoutes:
     async def gradients(self, request: web.Request) -> web.Response:
         return web.json_response(_listing(self._rank(request), GRADIENT))
 
-    @_of_snapshot
-    async def manifest(self, request: web.Request, _: SharedSlot, content: SlotContent) -> web.StreamResponse:
+    async def manifest(self, request: web.Request) -> web.Response:
         """Answer with the snapshot's manifest, with the URL of its data and, unless ``tensors=0``, its
         tensors."""
+        _, content = self._find(request)
         with_tensors = query_integer(request, "tensors", low=0, high=1) != 0
         body = content.manifest if with_tensors else content.manifest_without_tensors
         tag = etag(bytes_digest(memoryview(body)))
@@ -488,25 +456,39 @@ class CkptRoutes:
         headers = {**content.headers, "ETag": tag, "Cache-Control": "no-store"}
         return web.Response(body=body, content_type="application/json", headers=headers)
 
-    @_of_snapshot
-    async def data(self, request: web.Request, slot: SharedSlot, _: SlotContent) -> web.StreamResponse:
+    async def data(self, request: web.Request) -> web.StreamResponse:
         """Answer with the snapshot's bytes: a whole safetensors file, or a range of it."""
+        slot, _ = self._find(request)
         return await send(request, slot, self._metrics)
 
-    @_of_snapshot
-    async def tensor(
-        self, request: web.Request, slot: SharedSlot, content: SlotContent
-    ) -> web.StreamResponse:
+    async def tensor(self, request: web.Request) -> web.StreamResponse:
         """Answer with the little-endian bytes of a tensor, a slice, or a range; headers give dtype and
         shape."""
-        excerpt = _excerpt(request, content, _tensor(request, content))
-        return await send(request, slot, self._metrics, excerpt)
+        slot, content = self._find(request)
+        span = _tensor(request, content)
+        text, of = request.query.get("slice"), request.query.get("of", "part")
+        if of not in ("part", "whole"):
+            raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")
+        if text is None:
+            return await send(request, slot, self._metrics, Excerpt.of_tensor(span))
+        shard = content.shards.get(span.name)
+        if of == "part" or shard is None or len(shard.shape) != len(span.shape):
+            excerpt = Excerpt.of_tensor(span, parse_slice(text, span.shape))
+            return await send(request, slot, self._metrics, excerpt)
+        held = TensorRegion(shard.offset, span.shape)
+        box = parse_slice(text, shard.shape).common(held)
+        if not box.elements:
+            raise web.HTTPNotFound(
+                text=f"this rank holds {slice_text(held)} of {span.name[:200]}, nothing of that slice"
+            )
+        begin = tuple(at - first for at, first in zip(box.begin, held.begin, strict=True))
+        excerpt = Excerpt.of_tensor(span, TensorRegion(begin, box.sizes))
+        headers = {**excerpt.headers, "X-Fabric-Slice": slice_text(box)}
+        return await send(request, slot, self._metrics, replace(excerpt, headers=headers))
 
-    @_of_snapshot
-    async def blocks(
-        self, request: web.Request, slot: SharedSlot, content: SlotContent
-    ) -> web.StreamResponse:
+    async def blocks(self, request: web.Request) -> web.StreamResponse:
         """Answer with blocks of a snapshot, which a fetcher may take compressed."""
+        slot, content = self._find(request)
         text = request.match_info["blocks"]
         match = _BLOCKS.fullmatch(text)
         if match is None or int(match[1]) > int(match[2]):
@@ -524,22 +506,19 @@ class CkptRoutes:
 
     async def statistics(self, request: web.Request) -> web.StreamResponse:
         """Answer with minimum, maximum, mean, norm and the number of non-finite elements of a tensor."""
-        # Compute one summary at a time: a withdrawal must not wait behind the work on another slot.
-        async with self._one_summary:
-            return await self._statistics(request)
+        # Here, because numpy is large and few servers need it: a server starts fast and stays small.
+        from fabric.ckpt_server.server.statistics import summarise
 
-    @_of_snapshot
-    async def _statistics(
-        self, request: web.Request, slot: SharedSlot, content: SlotContent
-    ) -> web.StreamResponse:
-        span, over = _tensor(request, content), threading.Event()
-        with slot.reading(over.set) as view:
-            data = view[span.begin : span.end]
-            try:
-                summary = await work(lambda: _summarise(data, span, over))
-            finally:
-                over.set()  # stops the work if the reader has closed the connection
-                data.release()
+        async with self._one_summary:  # a withdrawal must not wait behind the work on another slot
+            slot, content = self._find(request)
+            span, over = _tensor(request, content), threading.Event()
+            with slot.reading(over.set) as view:
+                data = view[span.begin : span.end]
+                try:
+                    summary = await work(lambda: summarise(data, span.dtype, span.shape, over.is_set))
+                finally:
+                    over.set()  # stops the work if the reader has closed the connection
+                    data.release()
         if summary is None:
             return json_error(409, "the snapshot was withdrawn meanwhile: ask for a newer one")
         return web.json_response({"tensor": span.name, **summary})
@@ -557,7 +536,7 @@ class CkptRoutes:
             return await send(request, slot, self._metrics)
         gone = rank.slots.gradient_is_gone(step, generation)
         why = "is not held any more" if gone else "is not held yet"
-        return _not_held(rank, GRADIENT, f"the gradient of step {step} {why}", gone)
+        raise _not_held(rank, GRADIENT, f"the gradient of step {step} {why}", gone)
 
     async def state(self, request: web.Request) -> web.Response:
         """Answer with the trainer's own report, the kernel's view of it, the status, and every slot's
@@ -586,7 +565,17 @@ class CkptRoutes:
                     "silent": why,
                 },
                 "status_sender": None if ranks.status_sender is None else ranks.status_sender.describe(),
-                "slots": [_describe_slot(slot) for slot in rank.slots.slots()],
+                "slots": [
+                    {
+                        "kind": slot.kind,
+                        "slot": slot.index,
+                        "capacity": slot.capacity,
+                        "version": slot.version,
+                        "readers": len(slot.readers),
+                        "content": None if slot.content is None else dict(slot.content.entry),
+                    }
+                    for slot in rank.slots.slots()
+                ],
             }
         )
 
@@ -617,18 +606,18 @@ class CkptRoutes:
             raise web.HTTPNotFound(text=f"this server has no rank {text[:40]}; its ranks: {numbers}")
         return rank
 
-    def find(self, request: web.Request) -> SharedSlot | web.Response:
-        """Return the slot of the snapshot that the path names, or a response that no slot holds it."""
+    def _find(self, request: web.Request) -> tuple[SharedSlot, SlotContent]:
+        """Return the slot of the snapshot that the path names, and its content. Raises _NotHeld."""
         step = _step(request)
         generation = query_integer(request, "generation", low=0, high=_MAX_NUMBER)
         rank = self._rank(request)
         slot = rank.slots.find(SNAPSHOT, step, generation)
-        if slot is not None:
-            return slot
+        if slot is not None and slot.content is not None:
+            return slot, slot.content
         asked = "no snapshot is held yet" if step is None else f"the snapshot of step {step} is not held"
         if generation is not None:
             asked += f" in generation {generation}"
-        return _not_held(rank, SNAPSHOT, asked, gone=step is not None)
+        raise _not_held(rank, SNAPSHOT, asked, gone=step is not None)
 
 
 async def _ask_trainer(rank: LocalRank, what: str) -> dict[str, Any]:
@@ -642,10 +631,26 @@ async def _ask_trainer(rank: LocalRank, what: str) -> dict[str, Any]:
         raise web.HTTPNotFound(text=str(error)) from error
 
 
-def _not_held(rank: LocalRank, kind: str, sentence: str, gone: bool) -> web.Response:
+class _NotHeld(Exception):
+    """No slot holds what was asked for: the answer is 409, with these details."""
+
+    def __init__(self, sentence: str, details: Mapping[str, object]) -> None:
+        super().__init__(sentence)
+        self.details = details
+
+
+@web.middleware
+async def _say_what_is_held(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except _NotHeld as error:
+        return json_error(409, str(error), details=error.details)
+
+
+def _not_held(rank: LocalRank, kind: str, sentence: str, gone: bool) -> _NotHeld:
     available = [c.step for c in rank.slots.contents(kind)]
     hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
-    return json_error(409, f"{sentence}: {hint}", details={"available": available, "gone": gone})
+    return _NotHeld(f"{sentence}: {hint}", {"available": available, "gone": gone})
 
 
 def _listing(rank: LocalRank, kind: str) -> list[dict[str, object]]:
@@ -682,43 +687,3 @@ def _near(name: str, names: Iterable[str]) -> list[str]:
     ordered = sorted(names)
     at = bisect(ordered, name)
     return difflib.get_close_matches(name, ordered[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS], n=3)
-
-
-def _excerpt(request: web.Request, content: SlotContent, span: TensorSpan) -> Excerpt:
-    """Return the part of the tensor that the request wants. Raises ProtocolError for a slice outside of it;
-    answers 404 where this rank holds nothing of the slice."""
-    text, of = request.query.get("slice"), request.query.get("of", "part")
-    if of not in ("part", "whole"):
-        raise ProtocolError("the query parameter of must be part (what this rank holds) or whole")
-    if text is None:
-        return Excerpt.of_tensor(span)
-    shard = content.shards.get(span.name)
-    if of == "part" or shard is None or len(shard.shape) != len(span.shape):
-        return Excerpt.of_tensor(span, parse_slice(text, span.shape))
-    box = local_part(parse_slice(text, shard.shape), shard, span.shape)
-    held = in_whole(tuple((0, size) for size in span.shape), shard)
-    if box is None:
-        raise web.HTTPNotFound(
-            text=f"this rank holds {slice_text(held)} of {span.name[:200]}, nothing of that slice"
-        )
-    excerpt = Excerpt.of_tensor(span, box)
-    return replace(excerpt, headers={**excerpt.headers, "X-Fabric-Slice": slice_text(in_whole(box, shard))})
-
-
-def _summarise(data: memoryview, span: TensorSpan, over: threading.Event) -> dict[str, object] | None:
-    # Import numpy here, because it is large and few servers need it: a server starts fast and stays small.
-    from fabric.ckpt_server.server.statistics import summarise
-
-    return summarise(data, span.dtype, span.shape, over.is_set)
-
-
-def _describe_slot(slot: SharedSlot) -> dict[str, object]:
-    content = slot.content
-    return {
-        "kind": slot.kind,
-        "slot": slot.index,
-        "capacity": slot.capacity,
-        "version": slot.version,
-        "readers": len(slot.readers),
-        "content": None if content is None else dict(content.entry),
-    }

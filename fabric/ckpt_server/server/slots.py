@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fabric.ckpt_server.format.manifest import SEAL, check_manifest, seal, state_digest
-from fabric.ckpt_server.format.safetensors_file import FileHeader, TensorSpan, read_header
+from fabric.ckpt_server.format.safetensors_file import TensorSpan, read_header
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
 from fabric.ckpt_server.wire import gradient_index
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
@@ -44,6 +44,7 @@ from fabric.runtime.system_calls import available_bytes, create_memfd
 
 # The meta is sent as one HTTP header, and readers refuse lines of 64 KiB.
 MAX_META_BYTES = 60_000
+_LISTED = ("generation", "step", "digest", "nbytes", "created", "rank", "ranks")  # what a listing says
 _WORD = re.compile(r"[\x21-\x7e]{0,200}")
 
 
@@ -97,27 +98,29 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
             f"the manifest promises {nbytes} bytes and the slot has {len(view)}: allocate it larger"
         )
     header, now = read_header(view[:nbytes]), time.monotonic()
-    url = f"{base_url}/v1/snapshots/{step}/data?generation={generation}"
     shards = find_shards(header.metadata)
-    published = {key: value for key, value in checked.items() if key != "tensors"} | {"url": url}
+    tensors = {
+        span.name: {
+            "dtype": span.dtype,
+            "shape": span.shape,
+            "data_offsets": (span.begin - header.nbytes, span.end - header.nbytes),
+            **({"whole": asdict(shards[span.name])} if span.name in shards else {}),
+        }
+        for span in header.tensors
+    }
+    published = {key: value for key, value in checked.items() if key != "tensors"}
+    published["url"] = f"{base_url}/v1/snapshots/{step}/data?generation={generation}"
     return SlotContent(
         generation=generation,
         step=step,
         digest=checked["digest"],
         nbytes=nbytes,
-        entry={
-            "generation": generation,
-            "step": step,
-            "digest": checked["digest"],
-            "nbytes": nbytes,
-            "created": created,
-            **({"rank": checked["rank"], "ranks": checked["ranks"]} if "ranks" in checked else {}),
-        },
+        entry={key: checked[key] for key in _LISTED if key in checked},
         headers=_headers(generation, step, checked["digest"]),
         published=now,
         # After publication, the content's age follows the monotonic clock, not the wall clock.
         taken=now - max(0.0, time.time() - created),
-        manifest=_dump({**published, "tensors": _tensors(header, shards)}),
+        manifest=_dump({**published, "tensors": tensors}),
         manifest_without_tensors=_dump(published),
         state=state_digest(checked),
         tensors={span.name: span for span in header.tensors},
@@ -163,18 +166,6 @@ def gradient_content(body: Mapping[str, Any], capacity: int) -> SlotContent:
         published=now,
         taken=now,
     )
-
-
-def _tensors(header: FileHeader, shards: Mapping[str, Shard]) -> dict[str, object]:
-    return {
-        span.name: {
-            "dtype": span.dtype,
-            "shape": span.shape,
-            "data_offsets": (span.begin - header.nbytes, span.end - header.nbytes),
-            **({"whole": asdict(shards[span.name])} if span.name in shards else {}),
-        }
-        for span in header.tensors
-    }
 
 
 def _headers(generation: int, step: int, digest: str) -> dict[str, str]:
@@ -253,13 +244,9 @@ class Memfd:
 def _too_large(name: str, needed: int, available: int, but: str = "") -> Refused:
     """Return the refusal to grow; ``but``: the kernel's error, where the memory seemed to be available."""
     return Refused(
-        f"the {name} needs {_mebibytes(needed)} more of shared memory and {_mebibytes(available)} are"
-        f" available on this host{but}: give it more memory, or run fewer replicas on it"
+        f"the {name} needs {needed / 2**20:,.1f} MiB more of shared memory and {available / 2**20:,.1f} MiB"
+        f" are available on this host{but}: give it more memory, or run fewer replicas on it"
     )
-
-
-def _mebibytes(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
 
 
 log = logging.getLogger(__name__)
@@ -277,13 +264,6 @@ _SETTLE_S = 10.0
 _LOOK_S = 0.01
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SlotReader:
-    """One transfer under way; ``abort`` closes its connection at once."""
-
-    abort: Callable[[], None]
-
-
 @dataclass(slots=True)
 class SharedSlot:
     """One piece of shared memory and its published content."""
@@ -293,7 +273,8 @@ class SharedSlot:
     memfd: Memfd | None = None
     content: SlotContent | None = None  # the slot's content; None while the slot is withdrawn
     version: int = 0  # number of withdrawals of this slot
-    readers: set[SlotReader] = field(default_factory=set)
+    # Of each transfer under way the function that closes its connection at once.
+    readers: set[Callable[[], None]] = field(default_factory=set)
     last_read: float = float("-inf")
     released: asyncio.Event = field(default_factory=asyncio.Event)
     index_slot: "SharedSlot | None" = None  # the gradient index's slot, where this slot can have an entry
@@ -319,8 +300,7 @@ class SharedSlot:
             raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was read")
         content = self.content
         assert content is not None and self.memfd is not None
-        reader = SlotReader(abort)
-        self.readers.add(reader)
+        self.readers.add(abort)
         try:
             self._store_reader_count()
             self.refresh()
@@ -329,7 +309,7 @@ class SharedSlot:
                 raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was sent")
             yield self.memfd.view[: content.nbytes]
         finally:
-            self.readers.discard(reader)
+            self.readers.discard(abort)
             self._store_reader_count()
             self.last_read = time.monotonic()
             self.released.set()
@@ -368,8 +348,8 @@ class SharedSlot:
         self.content = None
         self.version += 1
         aborted = len(self.readers)
-        for reader in tuple(self.readers):
-            reader.abort()
+        for abort in tuple(self.readers):
+            abort()
         try:
             async with asyncio.timeout(_SETTLE_S):
                 while self.readers:

@@ -4,7 +4,7 @@ Works piece by piece, so that a large tensor needs only some megabytes of memory
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,20 +13,6 @@ import numpy.typing as npt
 from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES
 
 _PIECE_ELEMENTS = 1 << 18
-_PLAIN = {
-    "BOOL": np.uint8,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "U16": np.uint16,
-    "I16": np.int16,
-    "F16": np.float16,
-    "U32": np.uint32,
-    "I32": np.int32,
-    "F32": np.float32,
-    "U64": np.uint64,
-    "I64": np.int64,
-    "F64": np.float64,
-}
 Array = npt.NDArray[Any]
 
 
@@ -35,16 +21,17 @@ def values(data: memoryview, dtype: str) -> Array:
 
     ``dtype`` is a name of the safetensors format. Raises ValueError for one that is not known.
     """
-    if dtype in _PLAIN:
-        return np.frombuffer(data, dtype=_PLAIN[dtype])
+    if dtype == "BOOL":
+        return np.frombuffer(data, dtype=np.uint8)
+    if dtype in ELEMENT_BYTES and dtype[1:].isdecimal():  # such as F32, in numpy f4
+        return np.frombuffer(data, dtype=f"<{dtype[0].lower()}{ELEMENT_BYTES[dtype]}")
     if dtype == "BF16":
         # A bfloat16 has the bits of the upper half of a float32.
         return (np.frombuffer(data, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E5M2":
         # An E5M2 has the bits of the upper half of a float16.
-        return (
-            (np.frombuffer(data, dtype=np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-        )
+        halves = np.frombuffer(data, dtype=np.uint8).astype(np.uint16) << 8
+        return halves.view(np.float16).astype(np.float32)
     if dtype == "F8_E4M3":
         return _E4M3[np.frombuffer(data, dtype=np.uint8)]
     raise ValueError(f"no elements of type {dtype[:40]!r} are known")
@@ -62,13 +49,6 @@ def _e4m3() -> npt.NDArray[np.float32]:
 _E4M3 = _e4m3()
 
 
-def pieces(data: memoryview, dtype: str) -> Iterator[Array]:
-    """Yield ``values`` of ``data``, some at a time."""
-    nbytes = _PIECE_ELEMENTS * ELEMENT_BYTES[dtype]
-    for begin in range(0, len(data), nbytes):
-        yield values(data[begin : begin + nbytes], dtype)
-
-
 def summarise(
     data: memoryview, dtype: str, shape: tuple[int, ...], is_over: Callable[[], bool] = lambda: False
 ) -> dict[str, Any] | None:
@@ -76,34 +56,29 @@ def summarise(
 
     Statistics of a tensor without a finite element are None. Returns None when ``is_over()`` turns true."""
     low, high, total, squares, finite, nan, inf = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
+    nbytes = _PIECE_ELEMENTS * ELEMENT_BYTES[dtype]
     with np.errstate(over="ignore", invalid="ignore"):
-        for piece in pieces(data, dtype):
+        for begin in range(0, len(data), nbytes):
             if is_over():
                 return None
+            piece = values(data[begin : begin + nbytes], dtype)
             if piece.dtype.kind == "f":
                 nan += int(np.isnan(piece).sum())
                 inf += int(np.isinf(piece).sum())
-                piece = piece[np.isfinite(piece)]  # noqa: PLW2901  (what is left of it)
+                piece = piece[np.isfinite(piece)]
             if piece.size:
                 exact = piece.astype(np.float64)
                 low, high = min(low, float(exact.min())), max(high, float(exact.max()))
                 total += float(exact.sum())
                 squares += float(np.square(exact).sum())
                 finite += piece.size
-    there = finite > 0
+    figures = {"min": low, "max": high, "mean": total / max(finite, 1), "norm": math.sqrt(squares)}
     return {
         "dtype": dtype,
         "shape": list(shape),
         "elements": len(data) // ELEMENT_BYTES[dtype],
-        "min": low if there else None,
-        "max": high if there else None,
-        "mean": _finite(total / finite) if there else None,
-        "norm": _finite(math.sqrt(squares)) if there else None,
+        # JSON has no infinity, as where a sum left the range of float64.
+        **{name: x if finite and math.isfinite(x) else None for name, x in figures.items()},
         "nan": nan,
         "inf": inf,
     }
-
-
-def _finite(value: float) -> float | None:
-    """Return ``value``; None where a sum left the range of float64, because JSON has no infinity."""
-    return value if math.isfinite(value) else None

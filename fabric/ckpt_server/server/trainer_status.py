@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 from urllib.parse import quote
 
 import aiohttp
 
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ProtocolError, Unreachable
 from fabric.protocol.messages.network import (
     EpochNotice,
@@ -30,7 +31,6 @@ from fabric.protocol.messages.network import (
 from fabric.protocol.messages.wire import decode, encode
 from fabric.runtime.http.http_service import come_back_s
 from fabric.runtime.http.lighthouse_client import LighthouseDialer
-from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 
 log = logging.getLogger(__name__)
@@ -47,33 +47,27 @@ _HEARTBEAT_S = 3.0  # a lighthouse silent for longer makes the sender try the ne
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 0.8
 
 
-@dataclass(frozen=True, slots=True)
-class StatusSource:
-    """The source of status messages."""
-
-    compose: Callable[[int], TrainerStatus | ServerStatus]  # makes the status message with this number
-    changed: asyncio.Event  # set when a trainer's state may have changed between two messages
-    heard: Callable[[EpochNotice], None] = lambda _: None
-
-
 class StatusSender:
-    """Keeps one of the lighthouses at ``urls`` informed, until cancelled."""
+    """Keeps one of the lighthouses of ``settings`` informed, until cancelled.
+
+    ``compose`` makes the status message with a number. ``changed`` is set when a trainer's state may have
+    changed between two messages. ``heard`` takes each epoch notice.
+    """
 
     def __init__(
         self,
-        urls: Sequence[str],
-        job: str,
-        replica: str,
+        settings: ServerSettings,
         token: TokenFile | str | None,
-        vitals: StatusSource,
-        chance: random.Random,
-        tls: Tls | None = None,
+        compose: Callable[[int], TrainerStatus | ServerStatus],
+        changed: asyncio.Event,
+        heard: Callable[[EpochNotice], None],
     ) -> None:
-        self._path = f"/v1/jobs/{quote(job, safe='')}/trainer-status?replica={quote(replica, safe='')}"
-        self._urls = [url.rstrip("/") for url in urls]
-        self._vitals = vitals
-        self._chance = chance
-        self._dialer = LighthouseDialer(urls, token, tls or Tls(), _CONNECT_S)
+        job, replica = quote(settings.job, safe=""), quote(settings.replica, safe="")
+        self._path = f"/v1/jobs/{job}/trainer-status?replica={replica}"
+        self._urls = [url.rstrip("/") for url in settings.lighthouse]
+        self._compose, self._changed, self._heard = compose, changed, heard
+        self._chance = random.Random()  # noqa: S311 - spreads reconnections, protects nothing
+        self._dialer = LighthouseDialer(settings.lighthouse, token, settings.tls, _CONNECT_S)
         self._number = 0
         self._every_s, self._takes_unchanged = _MOST_EVERY_S, False  # until the lighthouse says otherwise
         self._said = ""
@@ -131,9 +125,9 @@ class StatusSender:
         try:
             while not replies.done():
                 due = loop.time() + max(_PERIOD_S, self._every_s)
-                self._vitals.changed.clear()
+                self._changed.clear()
                 self._number += 1
-                status = self._vitals.compose(self._number)
+                status = self._compose(self._number)
                 before, lasting = lasting, _lasting(status)
                 is_same = self._takes_unchanged and lasting == before
                 says = StatusUnchanged(self._number) if is_same else status
@@ -142,7 +136,7 @@ class StatusSender:
                 self._said = ""
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(due):
-                        await self._vitals.changed.wait()
+                        await self._changed.wait()
         finally:
             replies.cancel()
             await asyncio.wait({replies})
@@ -151,7 +145,7 @@ class StatusSender:
         """Take a notice or the terms; both set the period of statuses, which is longer in large jobs."""
         self._every_s = min(notice.every_s, _MOST_EVERY_S)
         if isinstance(notice, EpochNotice):
-            self._vitals.heard(notice)
+            self._heard(notice)
         else:
             self._takes_unchanged = True
 

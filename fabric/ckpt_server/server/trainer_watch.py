@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from fabric.ckpt_server.server.slots import CRASH_MARKER, SlotTable
 from fabric.errors import ConfigError, Refused
@@ -41,28 +40,15 @@ _PF_EXITING = 0x4
 _PF_SIGNALED = 0x400
 
 
-@dataclass(frozen=True, slots=True)
-class TaskStat:
-    """The fields of ``/proc/PID/stat`` that the watch uses."""
-
-    state: str
-    flags: int
-    threads: int
-
-    @property
-    def verdict(self) -> str:
-        """The process's state: ``running``, ``stopped`` or ``gone``."""
-        # A process's first thread may exit while other threads still run; a signal ends all threads together.
-        ending = self.flags & _PF_EXITING or self.state in "ZX"
-        if ending and (self.flags & _PF_SIGNALED or self.threads <= 1):
-            return GONE
-        return STOPPED if self.state in "Tt" else RUNNING
-
-
-def parse_stat(text: str) -> TaskStat:
-    """Parse ``/proc/PID/stat``; the name in it may hold spaces and parentheses."""
-    fields = text.rpartition(")")[2].split()
-    return TaskStat(state=fields[0], flags=int(fields[6]), threads=int(fields[17]))
+def state_in(text: str) -> str:
+    """Return ``running``, ``stopped`` or ``gone`` for the ``text`` of ``/proc/PID/stat``."""
+    fields = text.rpartition(")")[2].split()  # the name before may hold spaces and parentheses
+    state, flags, threads = fields[0], int(fields[6]), int(fields[17])
+    # A process's first thread may exit while other threads still run; a signal ends all threads together.
+    ending = flags & _PF_EXITING or state in "ZX"
+    if ending and (flags & _PF_SIGNALED or threads <= 1):
+        return GONE
+    return STOPPED if state in "Tt" else RUNNING
 
 
 class TrainerWatch:
@@ -122,7 +108,7 @@ class TrainerWatch:
         if self._dead:
             return GONE
         try:
-            return parse_stat(os.pread(self._stat, _STAT_BYTES, 0).decode(errors="replace")).verdict
+            return state_in(os.pread(self._stat, _STAT_BYTES, 0).decode(errors="replace"))
         except ProcessLookupError:
             self._dead = True
             return GONE

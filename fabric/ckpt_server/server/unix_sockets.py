@@ -68,49 +68,39 @@ class UnixConnection:
     """One accepted socket; lines in, responses out."""
 
     def __init__(self, accepted: socket.socket) -> None:
-        self._socket = accepted
-        self._lines = LineBuffer(MAX_FIRST_LINE_BYTES)
-
-    def limit(self, limit_bytes: int) -> None:
-        self._lines.limit_bytes = limit_bytes
-
-    def peer(self) -> tuple[int, int]:
-        """Return the (pid, uid) of the connected process, from the kernel."""
-        return peer_of(self._socket)
+        self.socket = accepted
+        self.lines = LineBuffer(MAX_FIRST_LINE_BYTES)
 
     async def receive(self) -> bytes | None:
         """Return the next line, or None at the end. Raises ProtocolError for a line that is too long."""
-        while (line := self._lines.next_line()) is None:
-            data = await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES)
+        while (line := self.lines.next_line()) is None:
+            data = await asyncio.get_running_loop().sock_recv(self.socket, _RECEIVE_BYTES)
             if not data:
                 return None
-            self._lines.feed(data)
+            self.lines.feed(data)
         return line
 
     async def hear(self) -> bool:
         """Wait for any bytes and drop them; return False at the end."""
-        return bool(await asyncio.get_running_loop().sock_recv(self._socket, _RECEIVE_BYTES))
+        return bool(await asyncio.get_running_loop().sock_recv(self.socket, _RECEIVE_BYTES))
 
     async def send(self, response: Response) -> None:
         """Send the response. Raises TimeoutError or ConnectionError for a peer that does not read."""
         line = encode_line(response.body)
         if response.fd >= 0:
             try:
-                sent = socket.send_fds(self._socket, [line], [response.fd])
+                sent = socket.send_fds(self.socket, [line], [response.fd])
             except BlockingIOError:
                 raise ConnectionAbortedError("the trainer does not read its responses") from None
             line = line[sent:]
         if line:
             async with asyncio.timeout(_SEND_S):
-                await asyncio.get_running_loop().sock_sendall(self._socket, line)
+                await asyncio.get_running_loop().sock_sendall(self.socket, line)
 
     def shut(self) -> None:
         """End the connection; the task that reads it sees the end."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
 
 
 async def serve_each(
@@ -128,7 +118,7 @@ async def serve_each(
         except Exception:  # a defect in one connection must not end other connections
             log.exception("a defect ended the connection of %s", who)
         finally:
-            connection.close()
+            connection.socket.close()
 
     try:
         while True:
@@ -218,7 +208,7 @@ class LocalReadServer:
                 await connection.send(Response({"ok": False, "error": str(error)}))
 
     async def _show(self, connection: UnixConnection, look: ReadRequest) -> None:
-        _, uid = connection.peer()
+        _, uid = peer_of(connection.socket)
         if uid != os.geteuid():
             raise Refused("this is another user's memory: ask over HTTP")
         if not self._tokens.is_open:
@@ -242,6 +232,9 @@ class LocalReadServer:
 
 _MAX_CONNECTIONS = 512
 _ATTACH_S = 10.0
+_OPERATIONS = (
+    "allocate, begin, publish_snapshot, publish_gradient, persist, durable, void, finish, gone, ping"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,18 +278,6 @@ class TrainerChannel:
     def __init__(self, ranks: LocalRanks) -> None:
         self._ranks = ranks
         self._current: dict[LocalRank, UnixConnection] = {}
-        self._operations: dict[str, Callable[[LocalRank, dict[str, Any]], Awaitable[Response]]] = {
-            "allocate": self._allocate,
-            "begin": self._begin,
-            "publish_snapshot": self._publish_snapshot,
-            "publish_gradient": self._publish_gradient,
-            "persist": self._persist,
-            "durable": self._durable_outcome,
-            "void": self._void,
-            "finish": self._finish,
-            "gone": self._gone,
-            "ping": self._ping,
-        }
 
     async def accept(self, listener: socket.socket) -> None:
         """Accept connections on ``listener`` until cancelled."""
@@ -308,7 +289,18 @@ class TrainerChannel:
             if rank is None:
                 return
             try:
-                await connection.send(_welcome(rank))
+                held = rank.slots.contents(SNAPSHOT)
+                welcome = _success(
+                    url=rank.url,
+                    pid=os.getpid(),
+                    instance=rank.instance,
+                    rank=rank.number,
+                    snapshots=[asdict(content.ref) for content in held],
+                    slots=[slot.index for slot in rank.slots.held(SNAPSHOT)],
+                    parts=[content.parts for content in held],
+                    sizes=[content.nbytes for content in held],
+                )
+                await connection.send(welcome)
                 await self._work(rank, connection)
             finally:
                 if self._current.get(rank) is connection:
@@ -327,7 +319,7 @@ class TrainerChannel:
             return None
 
     async def _work(self, rank: LocalRank, connection: UnixConnection) -> None:
-        connection.limit(MAX_LINE_BYTES)
+        connection.lines.limit_bytes = MAX_LINE_BYTES
         while True:
             try:
                 line = await connection.receive()
@@ -344,20 +336,43 @@ class TrainerChannel:
             await connection.send(response)
 
     async def _do(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        name = body.get("op")
-        operation = self._operations.get(name) if isinstance(name, str) else None
-        if operation is None:
-            operations = ", ".join(self._operations)
-            raise ProtocolError(
-                f"there is no operation {str(name)[:40]!r} on this channel: known are {operations}"
-            )
-        return await operation(rank, body)
+        match body.get("op"):
+            case "allocate":
+                return await self._allocate(rank, body)
+            case "begin":
+                return await self._begin(rank, body)
+            case "publish_snapshot":
+                await self._publish_snapshot(rank, body)
+            case "publish_gradient":
+                return await self._publish_gradient(rank, body)
+            case "persist":
+                own = {"job": self._ranks.settings.job, "replica": self._ranks.settings.replica}
+                rank.durable.start(decode_as(DurableJob, {**body, **own}, "persist"))
+            case "durable":
+                return _success(**rank.durable.outcome())
+            case "void":
+                await rank.slots.void()
+            case "finish":
+                request = decode_as(FinishRequest, body, "finish")
+                if not 0 <= request.linger_s <= 86400:
+                    raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
+                rank.trainer.leave_word(request.ended)
+                rank.lifetime.finish(request.linger_s)
+            case "gone":
+                rank.trainer.give_up()
+            case "ping":
+                pass
+            case name:
+                raise ProtocolError(
+                    f"there is no operation {str(name)[:40]!r} on this channel: known are {_OPERATIONS}"
+                )
+        return _success()
 
     def _attach(self, body: dict[str, Any], connection: UnixConnection) -> LocalRank:
         if body.get("op") != "attach":
             raise ProtocolError("the first request on this channel must be attach")
         request = decode_as(AttachRequest, body, "attach")
-        pid, uid = connection.peer()
+        pid, uid = peer_of(connection.socket)
         if uid != os.geteuid():
             raise Refused("another user's process asks for this server: run the trainer as the same user")
         if request.pid != pid:
@@ -408,10 +423,10 @@ class TrainerChannel:
             return _success(busy=True, readers=len(slot.readers))
         return _success(readers=await slot.withdraw())
 
-    async def _publish_snapshot(self, rank: LocalRank, body: dict[str, Any]) -> Response:
+    async def _publish_snapshot(self, rank: LocalRank, body: dict[str, Any]) -> None:
         request = decode_as(PublishSnapshotRequest, body, "publish_snapshot")
         slot = rank.slots.slot(SNAPSHOT, request.slot)
-        view, version = self._published_view(slot)
+        view, version = self._published_view(slot), slot.version
         content = await asyncio.to_thread(
             snapshot_content, body.get("manifest"), view, self._ranks.settings.job, rank.url
         )
@@ -421,63 +436,19 @@ class TrainerChannel:
             )
         rank.slots.publish(slot, content)
         rank.trainer.changed.set()  # report the checkpoint at once, because a cold start could begin from it
-        return _success()
 
     async def _publish_gradient(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        index = body.get("slot")
+        index, following = body.get("slot"), body.get("then_begin", -1)
         slot = rank.slots.slot(GRADIENT, index if type(index) is int else -1)
-        view, _ = self._published_view(slot)
-        rank.slots.publish(slot, gradient_content(body, len(view)))
-        following = body.get("then_begin", -1)
+        rank.slots.publish(slot, gradient_content(body, len(self._published_view(slot))))
         if following == -1:
             return _success()
         return await self._begin(rank, {"kind": GRADIENT, "slot": following})
 
-    def _published_view(self, slot: SharedSlot) -> tuple[memoryview, int]:
+    def _published_view(self, slot: SharedSlot) -> memoryview:
         if slot.memfd is None:
             raise Refused(f"{slot.kind} slot {slot.index} has no memory: allocate it first")
-        return slot.memfd.view, slot.version
-
-    async def _persist(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        own = {"job": self._ranks.settings.job, "replica": self._ranks.settings.replica}
-        rank.durable.start(decode_as(DurableJob, {**body, **own}, "persist"))
-        return _success()
-
-    async def _durable_outcome(self, rank: LocalRank, _: dict[str, Any]) -> Response:
-        return _success(**rank.durable.outcome())
-
-    async def _void(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        await rank.slots.void()
-        return _success()
-
-    async def _finish(self, rank: LocalRank, body: dict[str, Any]) -> Response:
-        request = decode_as(FinishRequest, body, "finish")
-        if not 0 <= request.linger_s <= 86400:
-            raise ProtocolError("finish.linger_s must be a number of seconds from 0 to 86400")
-        rank.trainer.leave_word(request.ended)
-        rank.lifetime.finish(request.linger_s)
-        return _success()
-
-    async def _ping(self, _: LocalRank, __: dict[str, Any]) -> Response:
-        return _success()
-
-    async def _gone(self, rank: LocalRank, _: dict[str, Any]) -> Response:
-        rank.trainer.give_up()
-        return _success()
-
-
-def _welcome(rank: LocalRank) -> Response:
-    held = rank.slots.contents(SNAPSHOT)
-    return _success(
-        url=rank.url,
-        pid=os.getpid(),
-        instance=rank.instance,
-        rank=rank.number,
-        snapshots=[asdict(content.ref) for content in held],
-        slots=[slot.index for slot in rank.slots.held(SNAPSHOT)],
-        parts=[content.parts for content in held],
-        sizes=[content.nbytes for content in held],
-    )
+        return slot.memfd.view
 
 
 def _success(**body: object) -> Response:

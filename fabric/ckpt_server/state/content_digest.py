@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from fabric.ckpt_server.format.safetensors_file import canonical_json, parse_json, read_preamble
+from fabric.ckpt_server.format.tensor_slices import without_shards
 from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded
 from fabric.ckpt_server.state.encoding import bytes_of
 from fabric.ckpt_server.state.training_state import StateView, tensors_of
@@ -68,7 +69,7 @@ class ContentDigests:
 
     def _digest(self, metadata: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         shards: dict[str, dict[str, Any]] = {}
-        description = _without_shards(parse_json(metadata), shards)
+        description = without_shards(parse_json(metadata), shards)
         total, described = 0, []
         owned: dict[str, bool] = {}  # tensor -> whether this rank is the lowest with its entry
         for path, node, counts in self._take_entries(description["state"]):
@@ -134,20 +135,6 @@ def _tensors_in(node: Any) -> Iterator[str]:
 
 def _sharding(shard: Mapping[str, Any]) -> str:
     return canonical_json([shard["shape"], shard["mesh"], shard["placements"]])
-
-
-def _without_shards(node: Any, shards: dict[str, dict[str, Any]]) -> Any:
-    """Return the description with full tensors in place of shards; put the shards into ``shards`` by name."""
-    if isinstance(node, list):
-        return [_without_shards(item, shards) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if "$shard" in node:
-        inner, shard = node["$shard"]
-        name = inner["$tensor"]
-        shards[name if isinstance(name, str) else name[0]] = shard
-        return inner
-    return {key: _without_shards(item, shards) for key, item in node.items()}
 
 
 def _weighted_sum(name: str, tensor: torch.Tensor, offset: tuple[int, ...]) -> int:

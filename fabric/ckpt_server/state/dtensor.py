@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fabric.errors import StateError
+from fabric.protocol.rules.lanes import TensorRegion
 
 
 class MeshPlacement(NamedTuple):
@@ -49,13 +50,10 @@ def placement_key(tensor: Any) -> MeshPlacement:
 
 def describe_shard(tensor: Any) -> dict[str, Any]:
     """Return the description of a DTensor's shard, for readers: shape, offset, mesh and placements."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     names, sizes, placements = placement_key(tensor)
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return {
         "shape": list(tensor.shape),
-        "offset": [int(n) for n in offset],
+        "offset": list(region_of(tensor).begin),
         "mesh": [list(names), list(sizes)],
         "placements": list(placements),
     }
@@ -95,33 +93,33 @@ class Shardings:
             example.placements,
             run_check=False,
             shape=shape,
-            stride=_strides(shape),
+            stride=torch.empty(shape, device="meta").stride(),
         )
-        expected = describe_shard(built)
-        if expected["offset"] != list(description["offset"]) or local_shape(built) != tuple(local.shape):
+        expected = region_of(built)
+        if expected != TensorRegion(tuple(description["offset"]), tuple(local.shape)):
             raise StateError(
                 f"the shard at {description['offset']} of a tensor of {list(shape)} belongs to another rank: "
-                f"this one's is at {expected['offset']}"
+                f"this one's is at {list(expected.begin)}"
             )
         return built
 
 
+@dataclass(slots=True)
 class LocalParts(Shardings):
-    """Placements of a reader without live tensors: a sharded tensor is its local part."""
+    """Placements of a reader without live tensors: a sharded tensor is its local part.
+
+    ``parts``: the local parts by their ``id``, each with its description."""
+
+    parts: dict[int, tuple[torch.Tensor, Mapping[str, Any]]] = field(default_factory=dict)
 
     def build(self, local: torch.Tensor, description: Mapping[str, Any]) -> torch.Tensor:
+        self.parts[id(local)] = local, description
         return local
 
 
-def local_shape(tensor: Any) -> tuple[int, ...]:
+def region_of(tensor: Any) -> TensorRegion:
+    """Return the part of a DTensor that this process holds."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(shape)
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
-    return tuple(strides)
+    sizes, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return TensorRegion(tuple(map(int, begin)), tuple(sizes))

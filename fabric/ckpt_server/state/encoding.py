@@ -68,17 +68,8 @@ FILE_DTYPE: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
 }
 TORCH_DTYPE: Mapping[str, torch.dtype] = {word: dtype for dtype, word in FILE_DTYPE.items()}
-RAW_DTYPE: Mapping[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        "complex32",
-        "complex64",
-        "complex128",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-    )
-}
+_RAW = ("complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+RAW_DTYPE: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _RAW}
 DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -98,9 +89,6 @@ class StatePath:
     def key(self, key: object) -> "StatePath":
         word = key.replace("~", "~0").replace("/", "~1") if isinstance(key, str) else key
         return StatePath(f"{self.blob}/{word}", key, self, self.depth + 1)
-
-    def index(self, index: int) -> "StatePath":
-        return StatePath(f"{self.blob}/{index}", index, self, self.depth + 1)
 
     @property
     def spoken(self) -> str:
@@ -138,7 +126,11 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def encode(value: object, path: StatePath, blobs: Blobs, ties: dict[object, str] | None = None) -> Any:
+_Ties = dict[object, str] | None
+_Encoder = Callable[[Any, StatePath, Blobs, _Ties], Any]
+
+
+def encode(value: object, path: StatePath, blobs: Blobs, ties: _Ties = None) -> Any:
     """Return ``value`` as JSON; tensors go to ``blobs``. Raises StateError with the path of a bad value.
 
     With ``ties``, a tensor that has the same memory as an earlier tensor is stored once.
@@ -165,12 +157,22 @@ def encode(value: object, path: StatePath, blobs: Blobs, ties: dict[object, str]
     )
 
 
-_Ties = dict[object, str] | None
-_Encoder = Callable[[Any, StatePath, Blobs, _Ties], Any]
+def memory_key(tensor: torch.Tensor) -> object:
+    """Return a key that is equal for two tensors of the same elements of the same memory."""
+    tensor = local_part(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
-    """Raises StateError for a tensor whose value is more than its elements in memory."""
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def _encode_tensor(tensor: torch.Tensor, path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
+    if is_sharded(tensor):
+        blobs.shardings.add(tensor)
+        return {"$shard": [_encode_tensor(local_part(tensor), path, blobs, ties), describe_shard(tensor)]}
     if type(tensor) not in PLAIN_TENSORS:
         raise StateError(
             f"{path.spoken} is a tensor of type {type(tensor).__qualname__}, which cannot be captured as "
@@ -188,25 +190,6 @@ def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
         raise StateError(
             f"{path.spoken} is on the meta device and has no values; materialise it before attaching."
         )
-
-
-def memory_key(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for two tensors of the same elements of the same memory."""
-    tensor = local_part(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous()
-
-
-def _encode_tensor(tensor: torch.Tensor, path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
-    if is_sharded(tensor):
-        blobs.shardings.add(tensor)
-        return {"$shard": [_encode_tensor(local_part(tensor), path, blobs, ties), describe_shard(tensor)]}
-    check_tensor(tensor, path)
     plain = tensor.detach()
     if ties is None:
         name = blobs.add(path, _contiguous(plain))
@@ -271,7 +254,7 @@ def _encode_ordered(value: "OrderedDict[Any, Any]", path: StatePath, blobs: Blob
 
 
 def _encode_list(value: list[Any] | tuple[Any, ...], path: StatePath, blobs: Blobs, ties: _Ties) -> list[Any]:
-    return [encode(item, path.index(index), blobs, ties) for index, item in enumerate(value)]
+    return [encode(item, path.key(index), blobs, ties) for index, item in enumerate(value)]
 
 
 def _encode_defaultdict(value: "defaultdict[Any, Any]", path: StatePath, blobs: Blobs, ties: _Ties) -> Any:
@@ -349,8 +332,7 @@ class StateDecoder:
     def pairs(self, items: Any, depth: int) -> list[tuple[Any, Any]]:
         """Decode key-value pairs with every key once."""
         decoded = [(self.decode(key, depth), self.decode(item, depth)) for key, item in items]
-        _spread([key for key, _ in decoded])
-        if len({key for key, _ in decoded}) != len(decoded):
+        if len(set(_spread([key for key, _ in decoded]))) != len(decoded):
             raise ValueError("a key occurs twice")
         return decoded
 
@@ -383,11 +365,6 @@ def _decode_tensor(decoder: StateDecoder, node: Any, depth: int) -> torch.Tensor
     return raw.clone().view(dtype).reshape(raw.shape[:-1])  # the clone's memory is aligned
 
 
-def _decode_shard(decoder: StateDecoder, node: Any, depth: int) -> torch.Tensor:
-    local, description = node
-    return decoder.shardings.build(decoder.decode(local, depth), description)
-
-
 def _decode_array(decoder: StateDecoder, node: Any, depth: int) -> "np.ndarray[Any, Any]":
     name, word, shape = node
     dtype = np.dtype(word)
@@ -412,22 +389,14 @@ def _double(text: str) -> float:
     return value
 
 
-def _decode_float(decoder: StateDecoder, node: Any, depth: int) -> float:
-    return _double(node)
-
-
-def _decode_dtype(decoder: StateDecoder, node: Any, depth: int) -> torch.dtype:
-    return DTYPE_BY_NAME[node]
-
-
 _DECODERS: dict[str, Callable[[StateDecoder, Any, int], Any]] = {
     "$tensor": _decode_tensor,
-    "$shard": _decode_shard,
+    "$shard": lambda d, n, depth: d.shardings.build(d.decode(n[0], depth), n[1]),
     "$array": _decode_array,
     "$numpy": lambda d, n, depth: _decode_array(d, n, depth)[()],
     "$module": _decode_module,
-    "$float": _decode_float,
-    "$dtype": _decode_dtype,
+    "$float": lambda d, n, depth: _double(n),
+    "$dtype": lambda d, n, depth: DTYPE_BY_NAME[n],
     "$map": lambda d, n, depth: dict(d.pairs(n, depth)),
     "$ordered": lambda d, n, depth: OrderedDict(d.pairs(n, depth)),
     "$counter": lambda d, n, depth: Counter(dict(d.pairs(n, depth))),

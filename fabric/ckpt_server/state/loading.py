@@ -13,7 +13,7 @@ modules. It can undo each load until the last object is loaded. For an optimizer
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -23,11 +23,11 @@ import torch
 from fabric.ckpt_server.state.dtensor import is_sharded, placement_key
 from fabric.ckpt_server.state.encoding import memory_key
 from fabric.ckpt_server.state.optimizer_extras import (
+    EXTRAS,
     groups_of,
     held_optimizers,
     kept_state,
     load_extras,
-    without_extras,
 )
 from fabric.errors import StateError
 
@@ -49,7 +49,7 @@ _TAKEN_APART = (str, bytes, bytearray, np.ndarray, np.generic, deque, torch.Size
 def load_optimizer(live: torch.optim.Optimizer, value: dict[str, Any]) -> None:
     """Load ``value``, as ``optimizer_state`` gives it, into ``live``."""
     load_extras(live, value, load_optimizer)
-    plain = without_extras(value)
+    plain = {key: part for key, part in value.items() if key != EXTRAS}  # the part that torch knows
     groups = [
         place(group, {key: now for key, now in live_group.items() if key != "params"})
         for group, live_group in zip(plain["param_groups"], live.param_groups, strict=True)
@@ -149,23 +149,20 @@ def _exact(loaded: Any, exact: Any, device: torch.device) -> Any:
             return exact.to(device)
         return loaded if loaded.dtype == exact.dtype else exact.to(loaded.device)
     if isinstance(exact, dict):
-        before = loaded if isinstance(loaded, dict) else {}
+        parts = loaded if isinstance(loaded, dict) else {}
         for key in exact:
-            exact[key] = _exact(before.get(key), exact[key], device)
+            exact[key] = _exact(parts.get(key), exact[key], device)
         return exact
     if isinstance(exact, list | tuple | deque) and not isinstance(exact, torch.Size):
-        items = list(_pairs(loaded, exact, device))
+        before = list(loaded) if isinstance(loaded, list | tuple) else []
+        items = [
+            _exact(before[at] if at < len(before) else None, item, device) for at, item in enumerate(exact)
+        ]
         if isinstance(exact, tuple):
             return tuple(items)
         exact.clear()
         exact.extend(items)
     return exact
-
-
-def _pairs(loaded: Any, exact: Iterable[Any], device: torch.device) -> Iterable[Any]:
-    before = list(loaded) if isinstance(loaded, list | tuple) else []
-    for at, item in enumerate(list(exact)):
-        yield _exact(before[at] if at < len(before) else None, item, device)
 
 
 _T = TypeVar("_T")
@@ -196,8 +193,15 @@ def load_all(objects: Mapping[str, Any], decoded: Mapping[str, Any], run: WorkRu
 
     Work that runs only torch's own code goes through ``run``.
     """
+
+    def caution(name: str) -> tuple[int, str]:
+        live = objects[name]
+        if isinstance(live, torch.nn.Module):
+            return 3 if _loads_plainly(live) else 2, name
+        return 1 if isinstance(live, torch.optim.Optimizer) else 0, name
+
     undo: list[Callable[[], object]] = []
-    for name in sorted(decoded, key=lambda name: (_caution(objects[name]), name)):
+    for name in sorted(decoded, key=caution):
         live, value = objects[name], decoded[name]
         try:
             way_back = _way_back(live)
@@ -214,34 +218,20 @@ def load_all(objects: Mapping[str, Any], decoded: Mapping[str, Any], run: WorkRu
                 raise
             raise StateError(
                 f"{name} ({type(live).__qualname__}) refused its state, so nothing was loaded:"
-                f" {_one_line(error)}"
+                f" {' '.join(f'{type(error).__name__}: {error}'.split())[:500]}"
             ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
-
-
-def _caution(live: object) -> int:
-    if isinstance(live, torch.nn.Module):
-        return 3 if _loads_plainly(live) else 2
-    return 1 if isinstance(live, torch.optim.Optimizer) else 0
 
 
 def _load(live: Any, value: Any) -> None:
     if isinstance(live, torch.nn.Module):
-        live.load_state_dict(_own_extras(value))
+        # Copy extra state out of the file's memory, because the module may keep it.
+        for key in [key for key in value if key.endswith("_extra_state")]:
+            value[key] = copy.deepcopy(value[key])
+        live.load_state_dict(value)
     elif isinstance(live, torch.optim.Optimizer):
         load_optimizer(live, value)
     else:
         live.load_state_dict(place(value, live.state_dict()))
-
-
-def _own_extras(value: Any) -> Any:
-    """Copy extra state out of the file's memory, because the module may keep it."""
-    for key in [key for key in value if key.endswith("_extra_state")]:
-        value[key] = copy.deepcopy(value[key])
-    return value
 
 
 def _way_back(live: Any) -> Callable[[], object] | None:
@@ -259,16 +249,16 @@ def _way_back(live: Any) -> Callable[[], object] | None:
 
 def _loads_plainly(module: torch.nn.Module) -> bool:
     """Whether loading runs torch's own code only."""
-    return not any(_loads_by_itself(part) for part in module.modules())
-
-
-def _loads_by_itself(part: torch.nn.Module) -> bool:
-    if any(getattr(part, name) for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")):
-        return True
     overridable = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
-    return not type(part).__module__.startswith("torch.") and any(
-        getattr(type(part), name) is not getattr(torch.nn.Module, name) for name in overridable
-    )
+    for part in module.modules():
+        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks:  # noqa: SLF001
+            return False
+        is_torchs = type(part).__module__.startswith("torch.")
+        if not is_torchs and any(
+            getattr(type(part), name) is not getattr(torch.nn.Module, name) for name in overridable
+        ):
+            return False
+    return True
 
 
 def _differ(path: str, what: str, there: object, here: object) -> StateError:
@@ -283,25 +273,9 @@ def _check_tensor(path: str, live: torch.Tensor, value: torch.Tensor) -> None:
         raise _differ(path, "shape", tuple(value.shape), tuple(live.shape))
     if value.dtype != live.dtype:
         raise _differ(path, "dtype", value.dtype, live.dtype)
-    here, there = _placement(live), _placement(value)
+    here, there = (placement_key(x) if is_sharded(x) else "whole" for x in (live, value))
     if here != there:
         raise _differ(path, "the placement", there, here)
-
-
-def _placement(tensor: torch.Tensor) -> object:
-    return placement_key(tensor) if is_sharded(tensor) else "whole"
-
-
-def _check_keys(path: str, what: str, live: set[Any], value: set[Any]) -> None:
-    missing, unknown = sorted(map(str, live - value)), sorted(map(str, value - live))
-    if missing:
-        raise StateError(
-            f"{path} has the {what} {missing[0]!r} here and the snapshot has not; nothing was loaded."
-        )
-    if unknown:
-        raise StateError(
-            f"{path} has no {what} {unknown[0]!r} here and the snapshot has; nothing was loaded."
-        )
 
 
 def _ties(state: Mapping[str, Any]) -> dict[str, str]:
@@ -320,7 +294,13 @@ def _ties(state: Mapping[str, Any]) -> dict[str, str]:
 def _check_module(path: str, live: Mapping[str, Any], value: Any) -> None:
     if not isinstance(value, dict):
         raise StateError(f"{path} is a module here and none in the snapshot; nothing was loaded.")
-    _check_keys(path, "entry", set(live), set(value))
+    missing, unknown = sorted(map(str, live.keys() - value)), sorted(map(str, value.keys() - live))
+    if missing:
+        raise StateError(
+            f"{path} has the entry {missing[0]!r} here and the snapshot has not; nothing was loaded."
+        )
+    if unknown:
+        raise StateError(f"{path} has no entry {unknown[0]!r} here and the snapshot has; nothing was loaded.")
     for name, now in live.items():
         if isinstance(now, torch.Tensor) != isinstance(value[name], torch.Tensor):
             raise _differ(f"{path}.{name}", "a value of type", type(value[name]).__name__, type(now).__name__)
@@ -362,19 +342,9 @@ def _check_optimizer(path: str, live: torch.optim.Optimizer, value: Any) -> None
             f"{path} has state of parameter {strays[0]}, which is in no group; the snapshot is damaged."
         )
     for held, numbers in zip(parameters, indices, strict=True):
-        _check_parameter_state(path, live, dict(zip(numbers, held, strict=True)), kept)
-
-
-def _check_parameter_state(
-    path: str,
-    live: torch.optim.Optimizer,
-    parameters: Mapping[Any, torch.Tensor],
-    kept: Mapping[Any, dict[Any, Any]],
-) -> None:
-    for index, parameter in parameters.items():
-        state = live.state.get(parameter, {})
-        if isinstance(state, dict):
-            for key, now in state.items():
+        for index, parameter in zip(numbers, held, strict=True):
+            state = live.state.get(parameter, {})
+            for key, now in state.items() if isinstance(state, dict) else ():
                 then = kept.get(index, {}).get(key)
                 if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
                     _check_tensor(f"{path}.state[{index}].{key}", now, then)

@@ -113,11 +113,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
     return {**state, EXTRAS: extras} if extras else state
 
 
-def without_extras(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of ``value`` that torch knows."""
-    return {key: part for key, part in value.items() if key != EXTRAS}
-
-
 def groups_of(live: torch.optim.Optimizer, value: Mapping[str, Any]) -> list[list[torch.Tensor]] | None:
     """Return the parameters by group of the optimizer whose state is ``value``; None where it is unknown.
 
@@ -156,7 +151,11 @@ def load_extras(
     extras = value.get(EXTRAS, {})
     groups = groups_of(live, value)
     assert groups is not None
-    _regroup(live, groups)
+    if _ids(live.param_groups) != [list(map(id, parameters)) for parameters in groups]:
+        del live.param_groups[len(groups) :]
+        live.param_groups += [{} for _ in groups[len(live.param_groups) :]]
+        for group, parameters in zip(live.param_groups, groups, strict=True):
+            group["params"] = parameters
     for name, inner in _inner_optimizers(live).items():
         state = extras.get("inner", {}).get(name)
         if state is not None:
@@ -170,17 +169,6 @@ def load_extras(
         setattr(live, name, put(vars(live).get(name), wanted))
     attached.changed.clear()
     attached.changed.update(extras.get("attributes", {}))
-
-
-def _regroup(live: torch.optim.Optimizer, groups: list[list[torch.Tensor]]) -> None:
-    if _ids(live.param_groups) == [list(map(id, parameters)) for parameters in groups]:
-        return
-    del live.param_groups[len(groups) :]
-    for at, parameters in enumerate(groups):
-        if at < len(live.param_groups):
-            live.param_groups[at]["params"] = parameters
-        else:
-            live.param_groups.append({"params": parameters})
 
 
 def _ids(groups: list[dict[str, Any]]) -> list[list[int]]:

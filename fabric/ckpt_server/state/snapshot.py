@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -296,8 +296,6 @@ class DeviceDigestPass:
         return DeviceDigest.name(self._sums, self._nbytes, self._header)
 
 
-__all__ = ["Copier", "CpuCopier", "CudaCopier", "CudaCopyStream", "SnapshotDigests", "build_manifest"]
-
 _cuda: Any = torch.cuda  # torch declares no types for its streams and events
 _log = logging.getLogger(__name__)
 # The copying threads have lower priority than other background work: the trainer needs the cores.
@@ -309,42 +307,6 @@ _FEW_BLOCKS = 4
 _PACK_BELOW_BYTES = 256 << 10  # a smaller device tensor is first gathered with others on the device
 _PACK_BYTES = 16 << 20
 _REGISTERED = 2  # the most registered memories, as many as there are snapshot slots
-
-
-class StateDigest(Protocol):
-    """A state's digest under way."""
-
-    def help(self) -> None:
-        """Do the host's part of the work, as far as no other thread has begun it."""
-
-    def digest(self) -> str:
-        """Return the digest by which members know the state, when it is complete. Raises StateError."""
-
-
-class Copier(Protocol):
-    """Copies one view at a time. One thread may call ``fence`` while another thread joins; all other calls
-    must come one at a time."""
-
-    def prepare(self, target: memoryview) -> None:
-        """Prepare ``target``, so that ``start`` takes less time; from any thread."""
-
-    def start(self, view: StateView, target: memoryview) -> None:
-        """Begin to copy ``view`` into ``target``."""
-
-    def fence(self) -> None:
-        """Return when the state may change (on a GPU: by work enqueued later)."""
-
-    def join(self) -> SnapshotDigests:
-        """Return the digests when the target is complete. Raises the copy's error."""
-
-    def digest(self, view: StateView) -> "StateDigest":
-        """Begin to digest ``view``, also during a copy.
-
-        ``view`` must not change until ``digest`` of the returned object has returned.
-        """
-
-    def close(self) -> None:
-        """End the threads, waiting for a copy in progress."""
 
 
 def build_manifest(
@@ -360,11 +322,6 @@ def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "fabric-snapshot", lower_priority, (niceness,))
 
 
-def _threads() -> int:
-    """Return the number of threads: two, or one where two would leave no core to the trainer."""
-    return max(1, min(2, len(os.sched_getaffinity(0)) - 1))
-
-
 def _digest_threads() -> int:
     """Return the number of threads that digest a device's bytes: a quarter of the cores, at most four.
 
@@ -373,12 +330,17 @@ def _digest_threads() -> int:
     return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
+# A copier copies one view at a time. One thread may call ``fence`` while another thread joins; all other
+# calls must come one at a time.
+
+
 class CpuCopier:
     """Copies host tensors with ``threads`` threads (0: as many as the cores allow) at the given niceness
     (0 to 19)."""
 
     def __init__(self, threads: int = 0, niceness: int = _NICENESS) -> None:
-        self._threads = threads or _threads()
+        # Two, or one where two would leave no core to the trainer.
+        self._threads = threads or max(1, min(2, len(os.sched_getaffinity(0)) - 1))
         self._pool = _pool(self._threads + 1, niceness)
         self._copying: CopyPass | None = None
 
@@ -386,7 +348,7 @@ class CpuCopier:
         """Do nothing: the target's pages are allocated already."""
 
     def start(self, view: StateView, target: memoryview) -> None:
-        """Raises StateError for a target that is too small, or device tensors."""
+        """Begin to copy ``view``. Raises StateError for a target that is too small, or device tensors."""
         if self._copying is not None:
             raise StateError("A snapshot is still being copied; join it before the next one is started.")
         for name, tensor in view.tensors:
@@ -396,6 +358,10 @@ class CpuCopier:
         self._begin(self._copying)
 
     def digest(self, view: StateView) -> DigestPass:
+        """Begin to digest ``view``, also during a copy.
+
+        ``view`` must not change until ``digest`` of the returned object has returned.
+        """
         digesting = DigestPass(view)
         if len(digesting.blocks) > _FEW_BLOCKS:
             self._begin(digesting)
@@ -416,7 +382,8 @@ class CpuCopier:
             copying.help()
 
     def join(self) -> SnapshotDigests:
-        """Raises StateError when nothing was started."""
+        """Return the digests when the target is complete. Raises the copy's error, and StateError when
+        nothing was started."""
         if self._copying is None:
             raise StateError("No snapshot was started, so there is none to wait for.")
         try:
@@ -425,6 +392,7 @@ class CpuCopier:
             self._copying = None
 
     def close(self) -> None:
+        """End the threads, waiting for a copy in progress."""
         self._pool.shutdown(wait=True)
 
 
@@ -523,7 +491,7 @@ class _DeviceCopy:
     view: StateView  # keeps the tensors alive until join
     copying: CopyPass
     host: SharedWork[TensorExtent]  # the copies of the host tensors
-    state: StateDigest
+    state: DeviceDigestPass
     event: Any  # occurs after the copies of the device tensors
 
 
@@ -587,7 +555,7 @@ class CudaCopier:
         finally:
             self._current = None
 
-    def digest(self, view: StateView) -> StateDigest:
+    def digest(self, view: StateView) -> DeviceDigestPass:
         self._stream.begin()
         parts = [part.tensor for part in tensor_extents(view)]
         return DeviceDigestPass(view.header, parts, self._stream, self._digesting.submit)
@@ -598,7 +566,10 @@ class CudaCopier:
         self._stream.close()
 
 
-def make_copier(device: torch.device) -> CpuCopier | CudaCopier:
+Copier = CpuCopier | CudaCopier
+
+
+def make_copier(device: torch.device) -> Copier:
     """Return the copier of states whose parameters are on ``device``."""
     return CpuCopier() if device.type == "cpu" else CudaCopier(CudaCopyStream(device))
 

@@ -74,19 +74,6 @@ def names_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list
     return by_group
 
 
-def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the optimizer's ``state_dict`` with names in place of numbers."""
-    state: dict[str, Any] = optimizer.state_dict()
-    by_group = names_of(optimizer, names)
-    groups: list[dict[str, Any]] = []
-    by_number: dict[Any, str] = {}
-    for group, own in zip(state["param_groups"], by_group, strict=True):
-        by_number.update(zip(group["params"], own, strict=True))
-        groups.append({**group, "params": own})
-    values = {by_number.get(number, number): value for number, value in state["state"].items()}
-    return {**state, "param_groups": groups, "state": values}
-
-
 # Tells whether a value's encoding has changed since the last time, without encoding the value.
 #
 # The structure of a value is a flat list of everything its encoding depends on, except the elements of
@@ -177,8 +164,12 @@ class StateView:
         digests = BlockDigests()
         digests.update(self.header)
         for _, tensor in self.tensors:
-            for piece in _host_pieces(tensor):
-                digests.update(piece)
+            if tensor.device.type == "cpu":
+                digests.update(host_bytes(tensor))
+                continue
+            flat = bytes_of(tensor)
+            for begin in range(0, flat.numel(), _PIECE_BYTES):
+                digests.update(host_bytes(flat[begin : begin + _PIECE_BYTES].cpu()))
         return digest_of_blocks(self.nbytes, digests.blocks())
 
 
@@ -295,20 +286,18 @@ def _describe(
     except ValueError as error:
         raise StateError(f"The training state has a number that cannot be written down: {error}.") from error
     tensors = list(blobs.tensors.values())
-    entries = tuple(_entry(name, tensor) for name, tensor in blobs.tensors.items())
+    entries = []
+    for name, tensor in blobs.tensors.items():
+        dtype, shape = FILE_DTYPE.get(tensor.dtype), tuple(tensor.shape)
+        if dtype is None:  # not a dtype of the format: store raw bytes, with one dimension more
+            dtype, shape = "U8", (*shape, tensor.dtype.itemsize)
+        entries.append(TensorEntry(name, dtype, shape, tensor.numel() * tensor.dtype.itemsize))
     if not has_structure:
-        return _DescribedItem(None, text, entries, tuple(range(len(tensors))), len(tensors)), tensors
+        return _DescribedItem(None, text, tuple(entries), tuple(range(len(tensors))), len(tensors)), tensors
     # Tensors that share one memory have equal content, so the file stores one of them.
     place = {memory_key(tensor): at for at, tensor in enumerate(met)}
     places = tuple(place[memory_key(tensor)] for tensor in tensors)
-    return _DescribedItem(words, text, entries, places, len(met)), met
-
-
-def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
-    dtype, shape = FILE_DTYPE.get(tensor.dtype), tuple(tensor.shape)
-    if dtype is None:  # not a dtype of the format: store raw bytes, with one dimension more
-        dtype, shape = "U8", (*shape, tensor.dtype.itemsize)
-    return TensorEntry(name, dtype, shape, tensor.numel() * tensor.dtype.itemsize)
+    return _DescribedItem(words, text, tuple(entries), places, len(met)), met
 
 
 def check_serialisable(objects: Mapping[str, object]) -> None:
@@ -327,11 +316,18 @@ def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = a
     file = _flat(file)
     header = read_header(file)
     step, tree = parse_description(header.metadata)
-    _require_names(set(tree), objects)
+    if set(tree) != set(objects):
+        raise StateError(
+            f"The snapshot holds {', '.join(sorted(tree)) or 'nothing'} and here the shared state is"
+            f" {', '.join(sorted(objects)) or 'nothing'}; attach the same objects on every replica."
+        )
     tensors = tensors_of(file, header.tensors)
     # A module copies its tensors out of the file.
     in_file = {name for name, live in objects.items() if isinstance(live, torch.nn.Module)}
-    decoded = _decode(tree, tensors, _shardings(objects), in_file, run)
+    blobs = Blobs()
+    for name, _, state in _states(objects):
+        encode(state, StatePath.root(name), blobs)
+    decoded = _decode(tree, tensors, blobs.shardings, in_file, run)
     for name, live in objects.items():
         check_fit(name, live, decoded[name])
     load_all(objects, decoded, run)
@@ -424,17 +420,18 @@ def _states(objects: Mapping[str, object], by_name: bool = False) -> Iterator[tu
                     " state_dict() and load_state_dict()."
                 )
         if isinstance(value, torch.optim.Optimizer):
-            state = named_state(value, names) if by_name else value.state_dict()
+            state = value.state_dict()
+            if by_name:
+                by_group, numbered = names_of(value, names), state["param_groups"]
+                by_number: dict[Any, str] = {}
+                for group, own in zip(numbered, by_group, strict=True):
+                    by_number.update(zip(group["params"], own, strict=True))
+                groups = [{**group, "params": own} for group, own in zip(numbered, by_group, strict=True)]
+                values = {by_number.get(number, number): x for number, x in state["state"].items()}
+                state = {**state, "param_groups": groups, "state": values}
             yield name, value, optimizer_state(value, state)
         else:
             yield name, value, value.state_dict()  # type: ignore[attr-defined]
-
-
-def _shardings(objects: Mapping[str, object]) -> Shardings:
-    blobs = Blobs()
-    for name, _, state in _states(objects):
-        encode(state, StatePath.root(name), blobs)
-    return blobs.shardings
 
 
 def parse_description(metadata: str) -> tuple[int, dict[str, Any]]:
@@ -447,52 +444,26 @@ def parse_description(metadata: str) -> tuple[int, dict[str, Any]]:
     step, tree = description.get("step"), description.get("state")
     if not is_count(step, _MAX_STEP) or not isinstance(tree, dict):
         raise StateError("The state names no step or no objects; it is damaged.")
-    assert isinstance(step, int)
     return step, tree
 
 
-def _require_names(stored: set[str], objects: Mapping[str, object]) -> None:
-    missing, unknown = sorted(set(objects) - stored), sorted(stored - set(objects))
-    if missing or unknown:
-        raise StateError(
-            f"The snapshot holds {', '.join(sorted(stored)) or 'nothing'} and here the shared state is"
-            f" {', '.join(sorted(objects)) or 'nothing'}; attach the same objects on every replica."
-        )
-
-
 def tensors_of(file: memoryview, spans: Iterable[TensorSpan]) -> dict[str, torch.Tensor]:
-    """Return all tensors of ``file`` by name, each as ``tensor_at`` gives it."""
+    """Return the tensors at ``spans`` by name, in the file's own memory where that is writable and aligned,
+    else as copies."""
     address = np.frombuffer(file, np.uint8).ctypes.data
     tensors = {}
-    for span in spans:
-        name, word, shape, begin, end = span
-        width = ELEMENT_BYTES[word]
-        if begin == end or file.readonly or (address + begin) % width:
-            tensors[name] = tensor_at(file, span)
+    for name, word, shape, begin, end in spans:
+        dtype, width = TORCH_DTYPE[word], ELEMENT_BYTES[word]
+        if begin == end:
+            tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
             continue
-        dtype, count = TORCH_DTYPE[word], (end - begin) // width
-        flat = torch.frombuffer(file, dtype=dtype, count=count, offset=begin)
+        if file.readonly or (address + begin) % width:  # torch supports neither
+            flat = torch.from_numpy(np.frombuffer(file[begin:end], np.uint8).copy()).view(dtype)
+        else:
+            flat = torch.frombuffer(file, dtype=dtype, count=(end - begin) // width, offset=begin)
         tensors[name] = flat if len(shape) == 1 else flat.view(shape)
     return tensors
 
 
 def tensor_at(file: memoryview, span: TensorSpan) -> torch.Tensor:
-    """Return the tensor at ``span``, in the file's own memory where that is writable and aligned, else a
-    copy."""
-    dtype = TORCH_DTYPE[span.dtype]
-    if span.begin == span.end:
-        return torch.empty(span.shape, dtype=dtype, device="cpu")
-    raw = np.frombuffer(file[span.begin : span.end], np.uint8)
-    if file.readonly or raw.ctypes.data % dtype.itemsize:
-        raw = raw.copy()  # torch supports neither read-only memory nor unaligned addresses
-    return torch.from_numpy(raw).view(dtype).reshape(span.shape)
-
-
-def _host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the tensor's bytes on the host; copy a device tensor piece by piece."""
-    if tensor.device.type == "cpu":
-        yield host_bytes(tensor)
-        return
-    flat = bytes_of(tensor)
-    for begin in range(0, flat.numel(), _PIECE_BYTES):
-        yield flat[begin : begin + _PIECE_BYTES].cpu().numpy().data
+    return tensors_of(file, [span])[span.name]

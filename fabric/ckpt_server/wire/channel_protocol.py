@@ -152,7 +152,12 @@ class RequestChannel:
         request, began = encode_line(body), time.monotonic()
         descriptors: list[int] = []
         try:
-            self._send(request, timeout_s)
+            self._socket.settimeout(timeout_s)
+            try:
+                self._socket.sendall(request)
+            except TimeoutError:
+                self.close()  # the sender cannot know how much of the request has arrived
+                raise
             answer = self._receive(descriptors, began + timeout_s)
         except TimeoutError as error:
             close_all(descriptors)
@@ -209,14 +214,6 @@ class RequestChannel:
         """Close the channel and forget the owed answer."""
         self._owed = None
         self._socket.close()
-
-    def _send(self, request: bytes, timeout_s: float) -> None:
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.sendall(request)
-        except TimeoutError:
-            self.close()  # the sender cannot know how much of the request has arrived
-            raise
 
     def _receive(self, descriptors: list[int], deadline: float) -> dict[str, Any]:
         while (line := self._lines.next_line()) is None:

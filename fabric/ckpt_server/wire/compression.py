@@ -60,8 +60,11 @@ class Compressor:
         """Return the bytes to send for ``piece``, which has at most PIECE_BYTES; may be empty."""
         if self._stream is not None:
             return bytes(self._stream.compress(piece))
+        import numpy as np
+
         width = self._width if len(piece) % self._width == 0 else 1
-        compressed = self._frame(_grouped(piece, width))
+        grouped = piece if width == 1 else np.frombuffer(piece, np.uint8).reshape(-1, width).T.tobytes()
+        compressed = self._frame(grouped)
         if len(compressed) > len(piece) * _WORTH:
             return _FRAME.pack(width, len(piece), len(piece)) + piece
         return _FRAME.pack(width, len(piece), len(compressed)) + compressed
@@ -69,12 +72,6 @@ class Compressor:
     def end(self) -> bytes:
         """Return the last bytes to send."""
         return bytes(self._stream.flush()) if self._stream is not None else b""
-
-
-def _grouped(piece: memoryview, width: int) -> bytes | memoryview:
-    import numpy as np
-
-    return piece if width == 1 else np.frombuffer(piece, np.uint8).reshape(-1, width).T.tobytes()
 
 
 def decompress(read: Callable[[memoryview], None], into: memoryview) -> int:

@@ -91,19 +91,13 @@ class Refuse:
     may_retry: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
-    """Some members have not called yet: exchange frames again."""
+def judge(names: Sequence[str], frames: Sequence[CallFrame]) -> Go | Supply | Refuse | None:
+    """Return what follows from the frames of all members, in the order of ``names``.
 
-
-Verdict = Go | Supply | Refuse | Again
-
-
-def judge(names: Sequence[str], frames: Sequence[CallFrame]) -> Verdict:
-    """Return what follows from the frames of all members, in the order of ``names``."""
+    None: some members have not called yet, so they exchange frames again."""
     lowest = min((x.key for x in frames if x.key is not None), default=None)
     if lowest is None:
-        return Again()
+        return None
     callers = [i for i, x in enumerate(frames) if x.key == lowest]
     others = [i for i, x in enumerate(frames) if x.key != lowest]
     first = callers[0]
@@ -119,7 +113,7 @@ def judge(names: Sequence[str], frames: Sequence[CallFrame]) -> Verdict:
     if ahead is not None:
         why = f"{names[ahead]} has gone on without {describe(lowest, frames[first].call)}: go on too"
         return Refuse(why, lowest, may_retry=True)
-    return Again() if others else Go()
+    return None if others else Go()
 
 
 def describe(key: Key, call: str) -> str:
@@ -218,7 +212,8 @@ class Payload:
         start = _HEAD_BYTES + int.from_bytes(data[:_HEAD_BYTES])
         names = decode_value(tuple[str, ...], data[_HEAD_BYTES:start], "names of a collective")
         body = data[start:]
-        count, size = len(names) or 1, size_of(call)
+        itemsize = getattr(torch, call.dtype).itemsize if call.dtype else 0
+        count, size = len(names) or 1, math.prod(call.shape) * itemsize
         if len(body) != count * size:
             raise ProtocolError(
                 f"a member sent {len(body)} bytes as the result of {call}: restart its replica"
@@ -289,11 +284,6 @@ def make_call(kind: str, tensor: torch.Tensor | None, option: str) -> tuple[Call
 def as_bytes(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def size_of(call: Call) -> int:
-    """Return the bytes of one tensor of ``call``, 0 without a tensor."""
-    return math.prod(call.shape) * getattr(torch, call.dtype).itemsize if call.dtype else 0
 
 
 def from_bytes(data: bytes, call: Call) -> torch.Tensor:

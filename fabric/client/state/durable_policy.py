@@ -26,6 +26,7 @@ from fabric.ckpt_server.durable.storage import (
     StorageCall,
     StorageError,
 )
+from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.client.process.incarnation_lock import ProcessIdentity
 from fabric.client.process.journal import Journal
 from fabric.errors import FabricError, Refused, StateError, Unreachable
@@ -157,13 +158,17 @@ class DurableCheckpoints:
         settings = self._settings
         try:
             handle.persist(
-                step,
-                generation,
-                url=settings.durable,
-                incarnation=self._process.incarnation,
-                keep=self._rule.keep,
-                required=self._rule.required,
-                urgent=self.noticed,
+                DurableJob(
+                    settings.durable,
+                    settings.job,
+                    settings.replica,
+                    self._process.incarnation,
+                    keep=self._rule.keep,
+                    required=self._rule.required,
+                    urgent=self.noticed,
+                    generation=generation,
+                    step=step,
+                )
             )
         except Refused as error:
             self._journal.write("durable", step=step, warning=str(error))

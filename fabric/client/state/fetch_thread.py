@@ -190,7 +190,18 @@ class FetchThread:
         if self.buffer is None:
             self.buffer = torch.zeros(self._gradient_bytes, dtype=torch.uint8, device="cpu")
         try:
-            meta = self._read_gradient(order, self.buffer)
+            if self.pieces is not None:
+                meta = self.pieces.fetch(self._fetcher, order, self.buffer, _WAIT_S, self._digest)
+            else:
+                meta = self._fetcher.fetch_gradient(
+                    order.urls,
+                    generation=order.generation,
+                    step=order.step,
+                    into=self.buffer.numpy().data,
+                    wait_s=_WAIT_S,
+                    digest=self._digest,
+                )
+                meta = replace(meta, digest=str(meta.meta.get("round_digest", meta.digest)))
         except FabricError as error:
             # If no server has published the gradient yet, or no source answers now, the core asks again.
             if ticket == self._wanted:
@@ -198,19 +209,6 @@ class FetchThread:
             return
         self.gradient = meta
         post(io.GradientFetched(order.step, meta.digest))
-
-    def _read_gradient(self, order: io.FetchGradient, into: torch.Tensor) -> GradientMeta:
-        if self.pieces is not None:
-            return self.pieces.fetch(self._fetcher, order, into, _WAIT_S, self._digest)
-        meta = self._fetcher.fetch_gradient(
-            order.urls,
-            generation=order.generation,
-            step=order.step,
-            into=into.numpy().data,
-            wait_s=_WAIT_S,
-            digest=self._digest,
-        )
-        return replace(meta, digest=str(meta.meta.get("round_digest", meta.digest)))
 
     def as_prepared(self) -> io.PreparedRound:
         """Return the fetched gradient as the prepared round in which its members computed it."""

@@ -17,7 +17,13 @@ from typing import Any, Protocol
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.format.manifest import of_rank, state_digest
 from fabric.ckpt_server.state.content_digest import ContentDigests
-from fabric.ckpt_server.state.snapshot import Copier, SnapshotDigests, StateDigest, build_manifest
+from fabric.ckpt_server.state.snapshot import (
+    Copier,
+    DeviceDigestPass,
+    DigestPass,
+    SnapshotDigests,
+    build_manifest,
+)
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.mutation_guard import UNNAMED, MutationGuard, WriteWatch
@@ -204,7 +210,7 @@ class Digests:
         self._watch = watch
         self._copier = copier
         self._settle = settle
-        self._reading: tuple[StateDigest, MutationGuard] | None = None
+        self._reading: tuple[DigestPass | DeviceDigestPass, MutationGuard] | None = None
         self._taking: PendingSnapshot | None = None
         self.exposed = False  # whether user code has run since the digest was begun
         self._last = -1, ""  # step and digest of the result computed last

@@ -33,6 +33,11 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def other_environment() -> dict[str, str]:
+    """Return the environment without fabric's settings, for the processes of a job of its own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
+
+
 def is_restarted() -> bool:
     """Whether `fabric launch` or torchrun started this process in place of an earlier one."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"

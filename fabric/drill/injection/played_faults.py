@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
 from fabric.drill.injection.undo_guard import UndoGuard
+from fabric.drill.judge.drill_record import InjectedFault
 from fabric.errors import ProtocolError, Refused
 from fabric.protocol.messages.wire import decode_line
 from fabric.runtime.drill_orders import ADVICE, CLOCK, DRILL_SOCKET_NAME, LINKS, PointOrder
@@ -108,16 +109,9 @@ ORDERS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass
-class PlayedFault:
+class PlayedFault(InjectedFault):
     """One fault, from its beginning to the evidence that it is over."""
 
-    name: str
-    targets: tuple[str, ...] = ()
-    about: str = ""  # the process that is hit, if it is not a replica's
-    pids: dict[str, int] = field(default_factory=dict)  # by target: the process that the fault kills
-    began: float = 0.0  # Unix seconds, if it is not the time of the first look
-    observed: str = ""
-    undone: str = ""
     problem: str = ""  # why it cannot be played
     has_begun: bool = False
     is_ended: bool = False  # the script undoes it, or has undone it

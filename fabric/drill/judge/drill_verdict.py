@@ -100,7 +100,7 @@ class DrillTimes:
 
     def _next_commit_s(self, fault: InjectedFault, replica: str) -> float:
         journal = self._evidence.run.journals.get(replica)
-        killed = fault.pids.get(replica) if fault.kills else None
+        killed = fault.pids.get(replica)
         pid: object = None
         for line in journal.lines if journal is not None else ():
             if line.event == "start":
@@ -147,7 +147,7 @@ class DrillTimes:
         replica, last = lines[0].replica, lines[-1].t
         if replica not in fault.targets:
             return False
-        if fault.kills and fault.pids.get(replica) == lines[0].fields.get("pid"):
+        if fault.pids and fault.pids.get(replica) == lines[0].fields.get("pid"):
             return True
         back = fault.ended + self.rejoined_s(fault, replica)
         return fault.began - _SLACK_S <= last <= back

@@ -2,6 +2,7 @@
 
 import json
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,11 @@ class JournalFollower:
 class JournalWatch:
     """All replicas of a job, by name."""
 
-    def __init__(self, paths: dict[str, Path]) -> None:
+    def __init__(
+        self, paths: dict[str, Path], follow: Callable[["JournalWatch", list[str]], None] = lambda *_: None
+    ) -> None:
+        """``follow`` hears at each look what is new, in sentences for people."""
+        self._follow = follow
         self.replicas = {name: WatchedReplica(name) for name in paths}
         self._followers = {name: JournalFollower(path) for name, path in paths.items()}
 
@@ -118,12 +123,12 @@ class JournalWatch:
     def lines(self) -> int:
         return sum(sum(follower.counts) for follower in self._followers.values())
 
-    def look(self) -> list[str]:
-        """Read the lines that were appended since the last look; return sentences for people."""
+    def look(self) -> None:
+        """Read the lines that were appended since the last look."""
         sentences = []
         for name, follower in self._followers.items():
             sentences += [self.replicas[name].take(entry) for entry in follower.poll()]
-        return [sentence for sentence in sentences if sentence]
+        self._follow(self, [sentence for sentence in sentences if sentence])
 
     def counts(self) -> dict[str, list[int]]:
         """Return, by replica, the number of complete lines of each process, read to the end."""

@@ -162,7 +162,6 @@ class RunningDrill:
                 observed=observed,
                 undone=undone,
                 pids={name: replicas[name].pid for name in targets if name in replicas} if is_kill else {},
-                kills=is_kill,
             )
         ]
 

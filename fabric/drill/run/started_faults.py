@@ -131,22 +131,8 @@ def play(scene: DrillScene, wanted: ScheduledFault) -> list[InjectedFault]:
     while not fault.undone and time.monotonic() < deadline:
         scene.pause()
         fault.look()
-    lasts = bool(wanted.duration_s)
-    return [*(_record(x, x.began) for x in fault.earlier), _record(fault, ended if lasts else fault.began)]
-
-
-def _record(fault: PlayedFault, ended: float) -> InjectedFault:
-    return InjectedFault(
-        name=fault.name,
-        targets=fault.targets,
-        began=fault.began,
-        ended=ended,
-        about=fault.about,
-        observed=fault.observed,
-        undone=fault.undone,
-        pids=dict(fault.pids),
-        kills=bool(fault.pids),
-    )
+    fault.ended = ended if wanted.duration_s else fault.began
+    return [*fault.earlier, fault]
 
 
 # --- trainers -----------------------------------------------------------------------------------------
@@ -154,6 +140,8 @@ def _record(fault: PlayedFault, ended: float) -> InjectedFault:
 
 def _kill(scene: DrillScene, fault: PlayedFault, names: Sequence[str]) -> Script:
     processes, restarted = scene.trainers(names), scene.restarted(names)
+    for name in names:
+        scene.watch.replicas[name].phase = "killed"
     return kill(fault, processes, restarted)
 
 
@@ -307,7 +295,7 @@ def _flip_snapshots(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFaul
 def _death(name: str, pid: int, began: float) -> PlayedFault:
     """Return the kill of a trainer that another fault has played before its own."""
     return PlayedFault(
-        "kill", (name,), pids={name: pid}, began=began, observed=f"process {pid} of {name} is gone"
+        "kill", (name,), began, began, observed=f"process {pid} of {name} is gone", pids={name: pid}
     )
 
 

@@ -29,7 +29,7 @@ from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
 from fabric.drill.report.documents import expectation_table, fault_table, kind_table, write_reports
 from fabric.drill.run.drill_loop import DrillRun
-from fabric.drill.run.running_job import RunningDrill, RunningJob
+from fabric.drill.run.running_job import RunningJob
 from fabric.drill.run.started_job import REPORTS, JobOptions
 from fabric.drill.schedule.drill_schedule import (
     DrillSchedule,
@@ -160,7 +160,7 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any], console: C
     client = replace(named, signs=True)
     if command:
         raise ConfigError("--lighthouse and --job drill a running job: leave the training command away")
-    running = RunningJob(client)
+    running = RunningJob(client, partial(_say, console))
     names, met = tuple(sorted(running.replicas())), running.needs_met()
     if options["lists"]:
         _show_faults(f"Faults, for the running job {client.job}", met, console)
@@ -171,10 +171,15 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any], console: C
             "or with FABRIC_DRILL=1 and TLS"
         )
     schedule = _schedule(options, names, met)
-    wanted = operator_name(), options["why"], options["yes_lose_it"], options["journals"]
 
     def run(folder: Path) -> DrillRecord:
-        return RunningDrill(running, schedule, partial(_say, console), *wanted).run()
+        return running.drill(
+            schedule,
+            operator_name(),
+            options["why"],
+            may_lose=options["yes_lose_it"],
+            journals=options["journals"],
+        )
 
     words = [f"--lighthouse {options['lighthouse']}", f"--job {client.job}"]
     why = "the lighthouse undoes the faults within ten seconds."

@@ -201,11 +201,6 @@ class StartedJob(LocalJob):
         for relay in (*self.relays.values(), *self.lighthouse_relays.values()):
             relay.close()
 
-    @property
-    def title(self) -> str:
-        """The name of this drill in the logs of its trainers."""
-        return self.options.out.name[:64]
-
     def _start_replica(self, number: int, name: str) -> None:
         # The audit needs the digest of the state after every step.
         settings = {"FABRIC_DRILL": "1", "FABRIC_DIGEST_EVERY": "1"}

@@ -5,7 +5,6 @@ feature adds lines to fabric/) raises the limit and says why in its commit messa
 """
 
 import ast
-import importlib
 import io
 import re
 import tokenize
@@ -17,7 +16,7 @@ from pathlib import Path
 import click
 import pytest
 
-from fabric.cli.main import _GROUPS
+from fabric.cli.main import _GROUPS, cli
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,32 +32,32 @@ LIMITS = {
     "writes of a part of a core into another part": 159,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 83_169,
+    "lines of fabric/": 82_889,
     "files of fabric/": 349,
     "packages over their budget of lines": 0,
-    "single-use helpers of at most four lines, per 1,000 lines": 0.81,
+    "single-use helpers of at most four lines, per 1,000 lines": 0.74,
     "functions that only forward": 70,
     "settings": 30,
     "flags and arguments of commands": 87,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.56,
+    "lines of fabric/ per function": 14.57,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {
-    "audit": 1_417,
+    "audit": 1_416,
     "ckpt_server": 11_598,
-    "cli": 5_040,
+    "cli": 4_805,
     "client": 15_870,
-    "collectives": 1_255,
-    "drill": 4_181,
+    "collectives": 1_247,
+    "drill": 4_173,
     "ftar": 5_059,
     "health": 1_435,
     "integrations": 8_425,
-    "lighthouse": 8_411,
+    "lighthouse": 8_396,
     "model and errors": 661,
     "plan": 1_727,
     "protocol": 11_663,
-    "runtime": 3_678,
+    "runtime": 3_665,
     "store": 1_515,
     "transport": 1_234,
 }
@@ -551,8 +550,8 @@ def flags() -> set[tuple[str, str | None]]:
         for below in command.commands.values() if isinstance(command, click.Group) else ():
             yield from of(below)
 
-    places = [command.where.split(":") for group in _GROUPS.values() for command in group.values()]
-    return {x for module, name in places for x in of(getattr(importlib.import_module(module), name))}
+    commands = [cli.get_command(click.Context(cli), name) for group in _GROUPS.values() for name in group]
+    return {x for command in commands if command is not None for x in of(command)}
 
 
 # --- the counts -------------------------------------------------------------------------------------------

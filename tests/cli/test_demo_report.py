@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def test_the_page_of_a_run_with_a_broken_invariant_says_so_and_escapes_names(dir
     path.with_name("r2.jsonl").write_text("\n".join(other) + "\n")
     page = render(judged(directory))
     assert "verdict bad" in page and "<li>" in page and name not in page
+
+
+def test_the_page_of_a_run_with_skipped_samples_does_not_say_that_each_counts_once(
+    verdict: DrillVerdict,
+) -> None:
+    page = render(replace(verdict, summary=replace(verdict.summary, samples_skipped=2)))
+    assert "2 samples skipped." in page and "every sample counted once" not in page
+    assert "every sample counted once" in render(verdict)
 
 
 def test_an_empty_run_can_be_drawn(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ TIME_LIMIT_S = 600.0
 MAX_STEPS = 100_000
 DEFAULT_STEPS = 120
 FILES = (*REPORTS, SUPERVISOR_FILE, "summary.json", "events.jsonl")
-# What the drill must show; times are not judged, because the host may be crowded.
+# Times are not judged, because the host may be crowded.
 EXPECT = ("promises-kept", "digests-equal", "samples-exactly-once")
 
 

@@ -53,6 +53,7 @@ class SentOrder:
         self.about = ""  # what the trainer changed at its first hit
         self.is_over = False  # the trainer goes on
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.close = self._socket.close
         try:
             self._socket.settimeout(_ANSWER_S)
             with socket_path(run_dir, DRILL_SOCKET_NAME) as path:
@@ -90,9 +91,6 @@ class SentOrder:
                 self.hit_step, self.hits = int(body.get("step") or 0), self.hits + 1
                 self.about = self.about or str(body.get("about") or "")[:200]
             self.is_over = self.is_over or "over" in body
-
-    def close(self) -> None:
-        self._socket.close()
 
     def end(self) -> None:
         """End the order, and go on reading the reports."""
@@ -159,7 +157,7 @@ def always(evidence: Evidence) -> Script:
 
 
 class FaultScene(Protocol):
-    """What a fault of trainers may touch."""
+    """The things that a fault of trainers may touch."""
 
     @property
     def processes(self) -> DrilledProcesses: ...

@@ -601,17 +601,18 @@ class TrainingReplicas:
     def least(self, t: float) -> set[str]:
         """Return the replicas that committed without a pause before ``t`` and after it, hit by no fault."""
         hit = {name for x in self._faults if x.began <= t <= x.ended + 2 * self.late_s for name in x.targets}
-        return {name for name in self._commits if self._is_steady(name, t)} - hit
+        steady = set()
+        for name in self._commits:
+            marks = [t - self.late_s, *(line.t for line in self._within(name, t - self.late_s, t)), t]
+            pause_s = max(after - before for before, after in pairwise(marks))
+            if pause_s < self.late_s / 2 and self._times[name][-1:] > [t]:
+                steady.add(name)
+        return steady - hit
 
     def away(self, t: float) -> set[str]:
         """Return the replicas that have trained before ``t``, and do not train at ``t``."""
         seen = {name for name, times in self._times.items() if times and times[0] < t}
         return seen - self.most(t) - self._finished
-
-    def _is_steady(self, name: str, t: float) -> bool:
-        marks = [t - self.late_s, *(line.t for line in self._within(name, t - self.late_s, t)), t]
-        pause_s = max(after - before for before, after in pairwise(marks))
-        return pause_s < self.late_s / 2 and self._times[name][-1:] > [t]
 
     def _steps(self, begin: float, end: float) -> list[int]:
         return [line.integer("step") for name in self._commits for line in self._within(name, begin, end)]

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -62,7 +62,7 @@ def fault_table(verdict: DrillVerdict) -> TextTable:
             fault.title,
             f"{fault.ended - fault.began:.1f} s",
             _seconds(fault.stall_s),
-            _rejoined(fault),
+            _seconds(max(fault.rejoined_s.values(), default=None)),
             fault.observed or "NO EFFECT SEEN",
         )
         for fault in verdict.faults
@@ -157,35 +157,16 @@ def html_facts(*facts: tuple[str, str]) -> str:
     return "".join(f'<div class="fact"><b>{value}</b><span>{name}</span></div>' for value, name in facts)
 
 
-def _rejoined(fault: InjectedFault) -> str:
-    if not fault.rejoined_s:
-        return "-"
-    worst = max(fault.rejoined_s.values())
-    return "never" if math.isinf(worst) else f"{worst:.3f} s"
-
-
 def _seconds(value: float | None, missing: str = "-") -> str:
-    return missing if value is None else f"{value:.3f} s"
+    return missing if value is None else "never" if math.isinf(value) else f"{value:.3f} s"
 
 
 def as_json(verdict: DrillVerdict) -> dict[str, Any]:
     """Return the JSON object; a replica that never returned has null seconds."""
     return {
         "holds": verdict.holds,
-        "expectations": [
-            {
-                "expectation": outcome.expectation,
-                "holds": outcome.holds,
-                "value": _finite(outcome.value),
-                "shown": outcome.shown,
-                "why": outcome.why,
-            }
-            for outcome in verdict.outcomes
-        ],
-        "mistakes": list(verdict.mistakes),
-        "broken": list(verdict.broken),
-        "disagreements": list(verdict.disagreements),
-        "unseen": list(verdict.unseen),
+        "expectations": [{**asdict(x), "value": _finite(x.value)} for x in verdict.outcomes],
+        **{name: list(getattr(verdict, name)) for name in ("mistakes", "broken", "disagreements", "unseen")},
         "faults": [_fault(fault) for fault in verdict.faults],
         "median_step_s": verdict.median_step_s,
         "summary": verdict.summary.as_json(),
@@ -209,15 +190,11 @@ def as_junit(verdict: DrillVerdict) -> bytes:
 
 
 def _fault(fault: InjectedFault) -> dict[str, Any]:
+    plain = ("about", "began", "ended", "observed", "undone", "stall_s")
     return {
         "fault": fault.name,
         "targets": list(fault.targets),
-        "about": fault.about,
-        "began": fault.began,
-        "ended": fault.ended,
-        "observed": fault.observed,
-        "undone": fault.undone,
-        "stall_s": fault.stall_s,
+        **{name: getattr(fault, name) for name in plain},
         "rejoined_s": {name: _finite(seconds) for name, seconds in fault.rejoined_s.items()},
         "timeline": list(fault.timeline),
     }
@@ -248,16 +225,10 @@ def page_of(verdict: DrillVerdict, command: str, title: str) -> str:
     template = Template((files("fabric.drill.report") / "page.html").read_text(encoding="utf-8"))
     summary, names = verdict.summary, sorted(verdict.evidence.run.journals)
     stall = max((fault.stall_s or 0.0 for fault in verdict.faults), default=0.0)
-    is_kept = not verdict.broken and verdict.evidence.commits
     return template.substitute(
         title=escape(title),
         command=escape(command),
-        verdict="Every step was committed once, with every sample counted once, and all replicas hold the "
-        "same bits."
-        if is_kept
-        else f"{len(verdict.broken)} promises of the protocol were broken."
-        if verdict.broken
-        else "No journal tells whether the promises of the protocol were kept.",
+        verdict=_promises(verdict),
         verdict_class="good" if verdict.holds and not verdict.broken else "bad",
         sentences=html_list(
             [*verdict.mistakes, *verdict.broken[:50], *verdict.disagreements[:50], *verdict.unseen]
@@ -286,6 +257,23 @@ def page_of(verdict: DrillVerdict, command: str, title: str) -> str:
             f"<details><summary>{escape(fault.title)}</summary>{html_list(fault.timeline)}</details>"
             for fault in verdict.faults
         ),
+    )
+
+
+def _promises(verdict: DrillVerdict) -> str:
+    """Return what the journals say about the promises of the protocol, in one sentence."""
+    summary = verdict.summary
+    if verdict.broken:
+        return f"{len(verdict.broken)} promises of the protocol were broken."
+    if not verdict.evidence.commits:
+        return "No journal tells whether the promises of the protocol were kept."
+    if summary.steps_lost or summary.samples_skipped:
+        return (
+            f"Every promise of the protocol was kept; {summary.steps_lost} steps were lost and "
+            f"{summary.samples_skipped} samples skipped."
+        )
+    return (
+        "Every step was committed once, with every sample counted once, and all replicas hold the same bits."
     )
 
 

@@ -1,13 +1,12 @@
 """The replicas of a job as a drill and the demo see them, from their journals as they grow."""
 
-import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fabric.audit.journal import MAX_LINE_BYTES
+from fabric.audit.journal import MAX_LINE_BYTES, decode_entry
 from fabric.audit.summary import mean_loss
 
 # The times of so many newest live commits of a replica are kept.
@@ -100,7 +99,7 @@ class JournalFollower:
             return []
         self._offset += len(arrived)
         *lines, self._rest = (self._rest + arrived).split(b"\n")
-        entries = [entry for entry in map(_decode, lines) if entry is not None]
+        entries = [x for x in map(decode_entry, lines) if x is not None and isinstance(x.get("event"), str)]
         for entry in entries:
             if entry["event"] == "start" or not self.counts:
                 self.counts.append(0)
@@ -137,11 +136,3 @@ class JournalWatch:
             before = self.lines
             self.look()
         return {name: list(follower.counts) for name, follower in self._followers.items()}
-
-
-def _decode(raw: bytes) -> dict[str, Any] | None:
-    try:
-        entry = json.loads(raw)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("event"), str) else None

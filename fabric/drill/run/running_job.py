@@ -89,13 +89,6 @@ class RunningJob:
             with suppress(FabricError):  # the next question about a fault says that the drill is over
                 self._ask("drill", "renew", body={"drill": self._drill})
 
-    def _inject(self, name: str, replica: str, fault: ScheduledFault) -> int:
-        """Order a fault; return its number. Raises Refused where the replica is gone."""
-        body = {"drill": self._drill, "fault": name, "replica": replica, "point": fault.point}
-        answer = self._ask("drill", "fault", body={**body, "seconds": fault.duration_s})
-        with understood("the lighthouse"):
-            return int(answer["faults"][-1]["number"])
-
     def _fault(self, number: int) -> dict[str, Any]:
         """Return what is known of a fault of this drill. Raises Refused if the drill is over."""
         answer = self._ask("drill")
@@ -126,7 +119,10 @@ class RunningJob:
         targets = _targets(fault, tuple(sorted(replicas)))
         kind = "kill" if fault.fault in ("kill-two", "kill-all") else fault.fault
         began = time.time()
-        numbers = [self._inject(kind, name, fault) for name in targets]
+        order = {"drill": self._drill, "fault": kind, "point": fault.point, "seconds": fault.duration_s}
+        answers = [self._ask("drill", "fault", body={**order, "replica": name}) for name in targets]
+        with understood("the lighthouse"):
+            numbers = [int(answer["faults"][-1]["number"]) for answer in answers]
         observed = self._evidence(numbers, "observed", max(SEEN_S, fault.duration_s))
         is_kill = kind == "kill"
         undone = self._evidence(numbers, "undone", fault.duration_s + UNDONE_S)

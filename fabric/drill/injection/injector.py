@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-import fabric
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
 from fabric.drill.injection.played_faults import PLAYERS, Evidence, PlayedFault, Script
 from fabric.drill.injection.undo_guard import UndoGuard
@@ -37,6 +36,7 @@ from fabric.runtime.process_environment import (
     LAUNCH_RESTARTS,
     outliving_environment,
     process_environment,
+    start_helper,
 )
 from fabric.runtime.system_calls import boot_id
 
@@ -253,13 +253,11 @@ def start_injector(chosen: Settings) -> None:
         "FABRIC_TOKEN_FILE": str(chosen.token_file or ""),
         "FABRIC_TLS": str(chosen.tls.folder or ""),
     }
-    subprocess.Popen(
-        [sys.executable, "-m", "fabric.drill.injection.injector", json.dumps(trainer.words())],
+    start_helper(
+        "fabric.drill.injection.injector",
+        json.dumps(trainer.words()),
         stdin=subprocess.DEVNULL,
         env=outliving_environment() | variables,
-        cwd=Path(fabric.__file__).resolve().parent.parent,
-        # A signal to the trainer's process group must not reach the injector.
-        start_new_session=True,
     )
 
 

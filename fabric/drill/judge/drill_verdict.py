@@ -272,17 +272,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class DrillVerdict:
+class DrillVerdict(Verdict):
     """The whole result. ``mistakes``: faults that did nothing, or whose end the drill has not seen."""
 
     outcomes: tuple[Outcome, ...]
     faults: tuple[InjectedFault, ...]  # with their costs
     mistakes: tuple[str, ...]
-    broken: tuple[str, ...]
     disagreements: tuple[str, ...]
     unseen: tuple[str, ...]  # what the judge could not see
-    summary: RunSummary
-    evidence: Evidence
     median_step_s: float
 
     @property

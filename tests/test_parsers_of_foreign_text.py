@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fabric.audit.journal import parse_journal
 from fabric.ckpt_server.durable.reader import FORMAT as DURABLE
@@ -152,7 +153,9 @@ PARSERS = (
         {"format": DURABLE, "rank": 0, "snapshot": SNAPSHOT, "segments": [["data-0", 0, 100]]},
     ),
     Parser(
-        "order of a drill", lambda data, _: read_order(data), asdict(PointOrder("d", "step-begin", "kill"))
+        "order of a drill",
+        lambda data, _: read_order(data),
+        structs.asdict(PointOrder("d", "step-begin", "kill")),
     ),
     Parser(
         "recovery records of a drill",

@@ -19,7 +19,6 @@ VAGUE = {"util", "utils", "common", "helpers", "helper", "manager", "misc"}
 READERS_OF_THE_ENVIRONMENT = {
     "fabric/runtime/config.py",
     "fabric/runtime/process_environment.py",
-    "fabric/cli/demo/command.py",
 }
 # All functions whose result torch.set_default_device moves.
 MAKERS_OF_TENSORS = {f"torch.{maker.__name__}" for maker in _device_constructors()}

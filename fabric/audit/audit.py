@@ -44,7 +44,6 @@ from fabric.protocol.rules.spare import hosts_of
 #   draws only from its shard, in the shard's own order (``PCG64([seed, k, shard + 1])``).
 # - ``sampler``: a pass is a whole number of steps.
 
-
 # A run reads its passes in order, so two neighbouring passes are enough.
 _CACHED_PASSES = 2
 

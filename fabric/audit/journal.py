@@ -23,7 +23,6 @@ MAX_DATASET = 50_000_000
 MAX_GLOBAL_BATCH = 1_000_000
 MAX_STEPS = 1_000_000
 
-
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Digits = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,18}$")]
 
@@ -108,7 +107,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _is(value: object, kind: Any) -> bool:
-    """Whether ``value``, parsed by ``_decode``, is of the type ``kind``."""
+    """Whether ``value``, parsed by ``decode_entry``, is of the type ``kind``."""
     try:
         msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeError):
@@ -213,10 +212,10 @@ def parse_journal(replica: str, content: bytes) -> ReplicaJournal:
     for number, raw in enumerate(content.split(b"\n"), start=1):
         if not raw.strip():
             continue
-        entry, cut = _decode(raw), raw.rfind(b'{"event"')
+        entry, cut = decode_entry(raw), raw.rfind(b'{"event"')
         is_whole = entry is not None
         if entry is None and cut > 0:  # a ``start`` line may follow a torn write on the same line
-            entry = _decode(raw[cut:])
+            entry = decode_entry(raw[cut:])
         if entry is None:
             if torn is not None:
                 broken.append(_unreadable(replica, torn))
@@ -244,7 +243,7 @@ def read_supervisor(path: Path) -> tuple[Mapping[str, Any], ...]:
     """Return the supervisor's events, oldest first. Raises ConfigError for a line of another form."""
     events: list[Mapping[str, Any]] = []
     for number, raw in enumerate(_read_bounded(path).splitlines(), start=1):
-        entry = _decode(raw)
+        entry = decode_entry(raw)
         if entry is None or not _is(entry.get("event"), str) or not _is(entry.get("t"), float):
             raise ConfigError(f"{path} line {number} is not a supervisor event; the file is damaged.")
         events.append(entry)
@@ -257,7 +256,8 @@ def _read_bounded(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _decode(raw: bytes) -> dict[str, Any] | None:
+def decode_entry(raw: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None for another text, or a line that is too long."""
     if len(raw) > MAX_LINE_BYTES:
         return None
     try:

@@ -125,17 +125,16 @@ class JobReader:
 
     def look(self, targets: Sequence[ServerTarget]) -> "Look":
         """Ask for both recordings and the stacks of every process."""
-        return asyncio.run(self._look(targets))
+        look, kinds = Look(), (_TORCH, _OWN, _STACKS)
+        answers = asyncio.run(self._ask([target.url for target in targets], kinds))
+        for target, given in zip(targets, answers, strict=True):
+            look.add(target, dict(zip(kinds, given, strict=True)))
+        return look
 
     def name(self, urls: Sequence[str]) -> list[ServerTarget]:
         """The processes whose checkpoint servers have these URLs. Raises Unreachable."""
-        return asyncio.run(self._name(urls))
-
-    async def _name(self, urls: Sequence[str]) -> list[ServerTarget]:
-        async with self._session() as client:
-            states = await asyncio.gather(*(self._get(client, url, _STATE) for url in urls))
         targets = []
-        for url, (body, problem) in zip(urls, states, strict=True):
+        for url, [(body, problem)] in zip(urls, asyncio.run(self._ask(urls, [_STATE])), strict=True):
             state = _json(body)
             if problem or not isinstance(state.get("replica"), str):
                 raise Unreachable(
@@ -147,27 +146,22 @@ class JobReader:
             targets.append(ServerTarget(Process(state["replica"], rank), url))
         return targets
 
-    async def _look(self, targets: Sequence[ServerTarget]) -> "Look":
-        look = Look()
-        limit = asyncio.Semaphore(_AT_ONCE)
-
-        async def one_process(target: ServerTarget) -> None:
-            async with limit:
-                answers = await asyncio.gather(
-                    *(self._get(client, target.url, what) for what in (_TORCH, _OWN, _STACKS))
-                )
-            look.add(target, dict(zip((_TORCH, _OWN, _STACKS), answers, strict=True)))
-
-        async with self._session() as client:
-            await asyncio.gather(*map(one_process, targets))
-        return look
-
-    def _session(self) -> aiohttp.ClientSession:
+    async def _ask(self, urls: Sequence[str], kinds: Sequence[str]) -> list[list[tuple[bytes, str]]]:
+        """Return, of each checkpoint server, the body or the problem of each kind of answer."""
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        connector = aiohttp.TCPConnector(ssl=self.tls.client_context() or True)
-        timeout = aiohttp.ClientTimeout(total=_ASK_S)
-        jar = aiohttp.DummyCookieJar()
-        return aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout, cookie_jar=jar)
+        limit = asyncio.Semaphore(_AT_ONCE)
+        async with aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(ssl=self.tls.client_context() or True),
+            timeout=aiohttp.ClientTimeout(total=_ASK_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as client:
+
+            async def ask(url: str) -> list[tuple[bytes, str]]:
+                async with limit:
+                    return await asyncio.gather(*(self._get(client, url, kind) for kind in kinds))
+
+            return await asyncio.gather(*map(ask, urls))
 
     async def _get(self, client: aiohttp.ClientSession, url: str, what: str) -> tuple[bytes, str]:
         base = url.partition("#")[0].rstrip("/")
@@ -184,10 +178,9 @@ class JobReader:
 
 
 @dataclass(slots=True)
-class Look:
+class Look(ReadRecordings):
     """The recordings of all processes from one look. ``dumps``: the answers, by process and recorder."""
 
-    read: ReadRecordings = field(default_factory=ReadRecordings)
     dumps: dict[tuple[Process, str], bytes] = field(default_factory=dict)
 
     def add(self, target: ServerTarget, answers: Mapping[str, tuple[bytes, str]]) -> None:
@@ -208,13 +201,13 @@ class Look:
                 continue
             self.dumps[process, "torch" if what == _TORCH else what] = body
             # The server's address identifies the process; the name in the recording is not trusted.
-            self.read.recordings.append(replace(recording, process=process, main=main, process_state=state))
+            self.recordings.append(replace(recording, process=process, main=main, process_state=state))
         if len(reasons) == 2:
-            self.read.unread[process] = reasons[-1]
+            self.unread[process] = reasons[-1]
             if main:
                 # Without a recording, the stack still shows where the process is.
                 empty = parse_recording({"entries": []}, process, target.url)
-                self.read.recordings.append(replace(empty, main=main, process_state=state))
+                self.recordings.append(replace(empty, main=main, process_state=state))
 
 
 def job_targets(status: Mapping[str, Any]) -> list[ServerTarget]:
@@ -321,12 +314,12 @@ def _living(
     first = reader.look(targets)
     time.sleep(max(0.0, settle_s))
     second = reader.look(targets)
-    if not second.read.recordings:
-        raise ConfigError("no recording could be read: " + "; ".join(list(second.read.unread.values())[:3]))
+    if not second.recordings:
+        raise ConfigError("no recording could be read: " + "; ".join(list(second.unread.values())[:3]))
     if save is not None:
         _keep(second, targets, save)
-    earlier = waits(side_by_side(first.read.recordings, first.read.unread))
-    return explain(second.read.recordings, second.read.unread, earlier=earlier, now_ns=time.time_ns())
+    earlier = waits(side_by_side(first.recordings, first.unread))
+    return explain(second.recordings, second.unread, earlier=earlier, now_ns=time.time_ns())
 
 
 def _keep(look: Look, targets: list[ServerTarget], folder: Path) -> None:

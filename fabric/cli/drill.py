@@ -27,17 +27,10 @@ from fabric.cli.terminal_text import plain_console, print_table
 from fabric.drill.judge.drill_record import DrillRecord
 from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation
-from fabric.drill.report.documents import (
-    as_json,
-    as_junit,
-    expectation_table,
-    fault_table,
-    kind_table,
-    page_of,
-)
+from fabric.drill.report.documents import expectation_table, fault_table, kind_table, write_reports
 from fabric.drill.run.drill_loop import DrillRun
-from fabric.drill.run.running_job import RunningDrill, RunningJob
-from fabric.drill.run.started_job import JobOptions
+from fabric.drill.run.running_job import RunningJob
+from fabric.drill.run.started_job import REPORTS, JobOptions
 from fabric.drill.schedule.drill_schedule import (
     DrillSchedule,
     check_schedule,
@@ -51,7 +44,7 @@ from fabric.model import printable
 from fabric.runtime.drill_orders import order_key
 from fabric.runtime.http.http_service import read_token
 from fabric.runtime.local_job import MAX_REPLICAS, SUPERVISOR_FILE, claimed, interrupt_at_sigterm
-from fabric.runtime.process_environment import process_environment
+from fabric.runtime.process_environment import other_environment, process_environment
 
 _MAX_BYTES = 1 << 20
 
@@ -86,10 +79,7 @@ def _decode(text: str, path: Path) -> Any:
 
 
 _LOG_WIDTH = 200
-_FILES = (
-    *("durable", SUPERVISOR_FILE, "report.html", "report.json", "junit.xml"),
-    *(f"etcd{number}" for number in range(9)),
-)
+_FILES = ("durable", SUPERVISOR_FILE, *REPORTS, *(f"etcd{number}" for number in range(9)))
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -146,9 +136,7 @@ def _drill_started(command: tuple[str, ...], options: dict[str, Any], console: C
         lighthouses=options["lighthouses"],
         store_members=options["store_members"],
         may_lose=options["yes_lose_it"],
-        environment={
-            name: value for name, value in process_environment().items() if not name.startswith("FABRIC_")
-        },
+        environment=other_environment(),
     )
     if options["lists"]:
         _show_list(job, console)
@@ -172,7 +160,7 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any], console: C
     client = replace(named, signs=True)
     if command:
         raise ConfigError("--lighthouse and --job drill a running job: leave the training command away")
-    running = RunningJob(client)
+    running = RunningJob(client, partial(_say, console))
     names, met = tuple(sorted(running.replicas())), running.needs_met()
     if options["lists"]:
         _show_faults(f"Faults, for the running job {client.job}", met, console)
@@ -183,10 +171,15 @@ def _drill_running(command: tuple[str, ...], options: dict[str, Any], console: C
             "or with FABRIC_DRILL=1 and TLS"
         )
     schedule = _schedule(options, names, met)
-    wanted = operator_name(), options["why"], options["yes_lose_it"], options["journals"]
 
     def run(folder: Path) -> DrillRecord:
-        return RunningDrill(running, schedule, partial(_say, console), *wanted).run()
+        return running.drill(
+            schedule,
+            operator_name(),
+            options["why"],
+            may_lose=options["yes_lose_it"],
+            journals=options["journals"],
+        )
 
     words = [f"--lighthouse {options['lighthouse']}", f"--job {client.job}"]
     why = "the lighthouse undoes the faults within ten seconds."
@@ -224,11 +217,7 @@ def _judged(
 
 def _report(verdict: DrillVerdict, folder: Path, line: str, console: Console) -> None:
     """Write the reports into ``folder``, and print the tables. ``line`` repeats the drill."""
-    page = page_of(verdict, line).encode(errors="backslashreplace")  # JSON can have half a character
-    (folder / "report.html").write_bytes(page)
-    document = {"command": line, **as_json(verdict)}
-    (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    (folder / "junit.xml").write_bytes(as_junit(verdict))
+    write_reports(verdict, folder, line, f"{'The job held' if verdict.holds else 'The job did not hold'}.")
     for table in (fault_table(verdict), kind_table(verdict), expectation_table(verdict)):
         print_table(console, table.title, table.head, table.rows)
     for sentence in (*verdict.mistakes, *verdict.broken, *verdict.disagreements):

@@ -76,9 +76,8 @@ def _train(folder: Path, replicas: int, ranks: int, words: Sequence[str]) -> int
     devices = visible_devices(environment)
     with LocalJob(folder, name, names, environment) as job:
         job.start_lighthouse()
-        url = next(iter(job.urls.values()))
-        click.echo(f"lighthouse: {url}/ in a browser, with the token of {job.token_file}")
-        click.echo(f"status: fabric status --job {name} --lighthouse {url} --token-file {job.token_file}")
+        for sentence in job.ways_in():
+            click.echo(sentence)
         for number, replica in enumerate(names):
             job.start_replica(replica, words, _devices_of(number, replicas, devices))
         return _follow(job)

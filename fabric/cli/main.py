@@ -22,144 +22,128 @@ from fabric.runtime.http.tls import Tls
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    where: str  # module and attribute
     does: str  # the line in the help
     example: str  # the words after ``fabric``
     first: bool = False  # `fabric --help` shows it; `fabric commands` shows all
+    where: str = ""  # the module in fabric/cli, and the attribute, where they are not named as the command
 
 
 # Group -> command -> what is shown without importing the command.
 _GROUPS: dict[str, dict[str, _Command]] = {
     "Run": {
         "local": _Command(
-            "fabric.cli.local:local",
             "Train a script with several replicas on this host.",
             "local --replicas 3 --adopt auto train.py",
             first=True,
         ),
         "launch": _Command(
-            "fabric.cli.launch.command:launch_command",
             "Start one replica's ranks on this host; start them again where that helps.",
             "launch --job gpt --replica r0 --replicas 3 --lighthouse http://10.0.0.5:8600 train.py",
             first=True,
+            where="launch.command:launch_command",
         ),
         "lighthouse": _Command(
-            "fabric.cli.lighthouse:lighthouse",
             "Run a lighthouse: watch members, announce epochs.",
             "lighthouse --store sqlite:///lighthouse.db --token-file token",
             first=True,
         ),
-        "run": _Command(
-            "fabric.cli.run:run",
-            "Run a training script; import torch at low priority.",
-            "run train.py --epochs 2",
-        ),
+        "run": _Command("Run a training script; import torch at low priority.", "run train.py --epochs 2"),
         "ckpt-server": _Command(
-            "fabric.cli.ckpt_server:ckpt_server",
             "Hold and serve one replica's snapshots.",
             "ckpt-server --job gpt --replica r0 --run-dir /run/fabric/r0",
         ),
     },
     "Look": {
         "status": _Command(
-            "fabric.cli.status:status",
             "Show the jobs of a lighthouse, or one of them.",
             "status --job gpt --lighthouse http://10.0.0.5:8600 --token-file token",
             first=True,
         ),
-        "top": _Command("fabric.cli.status:top", "The same, live.", "top --job gpt"),
+        "top": _Command("The same, live.", "top --job gpt", where="status"),
         "events": _Command(
-            "fabric.cli.status:events",
             "Show what happened to a job, or follow what happens.",
             "events --job gpt --follow",
             first=True,
+            where="status",
         ),
-        "doctor": _Command(
-            "fabric.cli.doctor:doctor", "Check this host, and say what to do.", "doctor", first=True
-        ),
+        "doctor": _Command("Check this host, and say what to do.", "doctor", first=True),
         "diagnose": _Command(
-            "fabric.cli.diagnose:diagnose",
-            "Say what holds a job up, from recorded collectives.",
-            "diagnose --job gpt --save evidence",
+            "Say what holds a job up, from recorded collectives.", "diagnose --job gpt --save evidence"
         ),
     },
     "States": {
         "pull": _Command(
-            "fabric.cli.states:pull",
             "Fetch a snapshot into a file, verified.",
             "pull http://10.0.0.7:35905 -o state.safetensors --token-file token",
             first=True,
+            where="states",
         ),
         "inspect": _Command(
-            "fabric.cli.states:inspect_state",
             "Show what is in a state, a file or a URL.",
             "inspect state.safetensors",
+            where="states:inspect_state",
         ),
         "diff": _Command(
-            "fabric.cli.states:diff",
             "Show where two states differ, files or URLs.",
             "diff state.safetensors http://10.0.0.8:41233 --token-file token",
+            where="states",
         ),
     },
     "Operate": {
         "adapt": _Command(
-            "fabric.cli.operate:adapt",
             "Say what is done about slow replicas of a job.",
             'adapt --mode act --why "the remedies held in advice"',
+            where="operate",
         ),
         "admit": _Command(
-            "fabric.cli.operate:admit",
             "Let in a replica or a host that failures keep out.",
             'admit r1 --why "its disk is new"',
+            where="operate",
         ),
         "drain": _Command(
-            "fabric.cli.operate:drain",
             "Let a replica leave its job at a step boundary.",
             'drain r2 --why "its memory is bad"',
+            where="operate",
         ),
         "end": _Command(
-            "fabric.cli.operate:end",
             "End a job whose processes are gone for good.",
             'end --job gpt --why "the run is over"',
+            where="operate",
         ),
         "evict": _Command(
-            "fabric.cli.operate:evict",
             "Evict a replica from its job at once.",
             'evict r2 --why "its host is gone" --host-is-gone',
+            where="operate",
         ),
         "pause": _Command(
-            "fabric.cli.operate:pause",
             "Pause joins: no replica enters a job for now.",
             'pause --why "rack 4 is serviced"',
+            where="operate",
         ),
         "resume": _Command(
-            "fabric.cli.operate:resume",
-            "Resume joins after `fabric pause`.",
-            'resume --why "rack 4 is back"',
+            "Resume joins after `fabric pause`.", 'resume --why "rack 4 is back"', where="operate"
         ),
         "retry": _Command(
-            "fabric.cli.operate:retry", "Let a job that has failed begin again.", 'retry --why "data mended"'
+            "Let a job that has failed begin again.", 'retry --why "data mended"', where="operate"
         ),
         "scale": _Command(
-            "fabric.cli.operate:scale",
             "Set how many members a job needs and may have.",
             'scale --max 6 --why "two hosts less"',
+            where="operate",
         ),
     },
     "Prove and plan": {
         "demo": _Command(
-            "fabric.cli.demo.command:demo",
             "Train with replicas, kill one, and prove that nothing is lost.",
             "demo --replicas 3",
+            where="demo.command",
         ),
         "drill": _Command(
-            "fabric.cli.drill:drill",
             "Break a job on purpose, and judge whether it held.",
             "drill --replicas 3 --fault 'kill r1' -- python train.py",
             first=True,
         ),
         "plan": _Command(
-            "fabric.cli.plan:plan",
             "Compare failure policies for a cluster, and say what to run.",
             "plan gpus=4096 replica_gpus=64 mtbf_s=7200",
         ),
@@ -237,8 +221,9 @@ class LazyGroup(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         chosen = _COMMANDS[cmd_name]
-        module, _, attribute = chosen.where.partition(":")
-        command = getattr(importlib.import_module(module), attribute)
+        name = cmd_name.replace("-", "_")
+        module, _, attribute = (chosen.where or name).partition(":")
+        command = getattr(importlib.import_module(f"fabric.cli.{module}"), attribute or name)
         assert isinstance(command, click.Command)
         command.epilog = f"Example: fabric {chosen.example}"
         return command

@@ -11,10 +11,9 @@ from typing import Any, get_type_hints
 
 import click
 from rich.progress import Progress
-from rich.table import Table
 
 from fabric.cli.lighthouse_options import json_option, lighthouse_only_options, lighthouses_of
-from fabric.cli.terminal_text import plain_console
+from fabric.cli.terminal_text import plain_console, print_table
 from fabric.plan.advice import PolicyResult, compare, options_for, recommendation
 from fabric.plan.cluster import ARRIVALS, PRESETS, Cluster, preset
 from fabric.plan.failures import FailureModel, phases_of, read_trace
@@ -99,7 +98,12 @@ def _plan(words: Sequence[str], options: dict[str, Any]) -> None:
         }
         click.echo(json.dumps(body, indent=2))
         return
-    plain_console().print(_table(outcomes))
+    print_table(
+        plain_console(),
+        "",
+        ("policy", "settings", "effective", "time / ideal", "outside restarts"),
+        list(map(_row, outcomes)),
+    )
     click.echo(recommendation(cluster, outcomes))
     if page is not None:
         click.echo(f"written: {page}")
@@ -144,15 +148,12 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _table(outcomes: list[PolicyResult]) -> Table:
-    table = Table("policy", "settings", "effective", "time / ideal", "outside restarts")
-    for outcome in outcomes:
-        time = f"{outcome.time_to_train.mean:.2f} ± {outcome.time_to_train.error:.2f}"
-        table.add_row(
-            outcome.name,
-            outcome.settings,
-            f"{outcome.effective.mean:.1%} ± {outcome.effective.error:.1%}",
-            time if outcome.finished else "does not finish",
-            f"{outcome.available.mean:.1%}",
-        )
-    return table
+def _row(outcome: PolicyResult) -> tuple[str, ...]:
+    time = f"{outcome.time_to_train.mean:.2f} ± {outcome.time_to_train.error:.2f}"
+    return (
+        outcome.name,
+        outcome.settings,
+        f"{outcome.effective.mean:.1%} ± {outcome.effective.error:.1%}",
+        time if outcome.finished else "does not finish",
+        f"{outcome.available.mean:.1%}",
+    )

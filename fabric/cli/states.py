@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 import click
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 from rich.text import Text
 
 from fabric.ckpt_server.durable.reader import list_checkpoints
@@ -23,10 +22,9 @@ from fabric.ckpt_server.format.safetensors_file import ELEMENT_BYTES, TensorSpan
 from fabric.ckpt_server.reading import BlockState, MergedState, ReadableState, open_manifested, open_state
 from fabric.ckpt_server.server.statistics import values
 from fabric.cli.lighthouse_options import current_tls, json_option, lighthouse_options, lighthouses_of
-from fabric.cli.terminal_text import plain_console
+from fabric.cli.terminal_text import plain_console, print_table
 from fabric.errors import ConfigError, IntegrityError, ProtocolError, StateError, Unreachable
 from fabric.lighthouse.connections.validation import check_name
-from fabric.model import printable
 from fabric.runtime.http.http_service import read_token
 from fabric.runtime.http.lighthouse_client import understood
 
@@ -141,17 +139,11 @@ def inspect_state(state: str, lighthouse: str, job: str, token_file: Path | None
             body = {"step": opened.step, "digest": opened.digest, "nbytes": opened.nbytes, "tensors": tensors}
             click.echo(json.dumps(body, indent=2))
             return
-        table = Table("tensor", "dtype", "shape", "bytes")
-        for span in spans:
-            shape = "x".join(map(str, span.shape)) or "scalar"
-            table.add_row(
-                *(
-                    Text(printable(str(v)))
-                    for v in (span.name, span.dtype, shape, f"{span.end - span.begin:,}")
-                )
-            )
+        rows = [
+            (x.name, x.dtype, "x".join(map(str, x.shape)) or "scalar", f"{x.end - x.begin:,}") for x in spans
+        ]
         console = plain_console()
-        console.print(table)
+        print_table(console, "", ("tensor", "dtype", "shape", "bytes"), rows)
         console.print(
             Text(f"step {opened.step}, {len(spans)} tensors, {opened.nbytes:,} bytes, digest {opened.digest}")
         )
@@ -248,14 +240,13 @@ def _compare(
 
 def _show(rows: list[dict[str, Any]], a: ReadableState, b: ReadableState) -> None:
     console = plain_console()
-    if rows:
-        table = Table("tensor", "elements that differ", "largest difference")
-        for row in rows:
-            counts = f"{row['different']:,} of {row['elements']:,}" if "different" in row else row["why"]
-            largest = f"{row['largest']:.3g}" if "largest" in row else ""
-            more = f" ({row['not_finite']:,} not finite)" if "not_finite" in row else ""
-            table.add_row(*(Text(printable(text)) for text in (row["tensor"], counts + more, largest)))
-        console.print(table)
+    shown = []
+    for row in rows:
+        counts = f"{row['different']:,} of {row['elements']:,}" if "different" in row else row["why"]
+        largest = f"{row['largest']:.3g}" if "largest" in row else ""
+        more = f" ({row['not_finite']:,} not finite)" if "not_finite" in row else ""
+        shown.append((row["tensor"], counts + more, largest))
+    print_table(console, "", ("tensor", "elements that differ", "largest difference"), shown)
     equal = len(a.tensors.keys() - {row["tensor"] for row in rows})
     console.print(
         Text(f"step {a.step} and step {b.step}: {equal} tensors are bitwise equal, {len(rows)} are not")

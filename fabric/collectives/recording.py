@@ -8,7 +8,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from fabric.collectives.plain_pickle import MAX_VALUES, BadRecording, load_plain
 from fabric.model import first_of
@@ -17,6 +19,14 @@ MAX_BYTES = 64 << 20
 _MAX_ENTRIES = 200_000
 _MAX_TENSORS = 10_000
 _TEXT = 200
+_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Length = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_SIZES = Annotated[
+    tuple[Annotated[tuple[_Length, ...], msgspec.Meta(max_length=64)], ...],
+    msgspec.Meta(max_length=_MAX_TENSORS),
+]
+_SIZES_WORDS = f"list of the sizes of at most {_MAX_TENSORS} tensors"
+_TEXTS = Annotated[tuple[str, ...], msgspec.Meta(max_length=_MAX_TENSORS)]
 _PATH = 4096  # Linux has no longer paths
 _MAX_RANKS = 1 << 20
 _PEER = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})", re.ASCII)
@@ -259,22 +269,19 @@ def _collective(entry: object, groups: dict[str, Group]) -> RecordedCollective:
     if state not in ("completed", "scheduled", "started"):
         raise BadRecording(f"its state is {_short(state)!r}")
     is_over = state == "completed" or is_retired
-    duration = entry.get("duration_ms")
-    if isinstance(duration, bool) or not isinstance(duration, int | float | None):
-        raise BadRecording("its duration_ms is no number")
     return RecordedCollective(
         group=_group(entry.get("process_group"), groups),
         number=_integer(entry, "p2p_seq_id" if is_p2p else "collective_seq_id"),
         backend=_short(backend),
         operation=_short(operation),
-        input_sizes=_sizes(entry, "input_sizes"),
-        output_sizes=_sizes(entry, "output_sizes"),
+        input_sizes=_field(entry, "input_sizes", _SIZES, _SIZES_WORDS, ()),
+        output_sizes=_field(entry, "output_sizes", _SIZES, _SIZES_WORDS, ()),
         input_dtypes=_texts(entry, "input_dtypes"),
         output_dtypes=_texts(entry, "output_dtypes"),
         is_pending=not is_over,
         has_failed=is_over and state != "completed" and backend != "gloo",
         created_ns=_integer(entry, "time_created_ns", default=0),
-        duration_ms=None if duration is None else float(duration),
+        duration_ms=_field(entry, "duration_ms", float | None, "number"),
         is_p2p=is_p2p,
         peer=peer,
         at=_user_frame(entry.get("frames", ())),
@@ -310,37 +317,22 @@ def _group(value: object, groups: dict[str, Group]) -> Group:
     return group
 
 
+def _field(entry: Mapping[Any, Any], name: str, kind: Any, wanted: str, default: Any = None) -> Any:
+    """Return a field of an entry as ``kind``. Raises BadRecording, which says that it is no ``wanted``."""
+    try:
+        return msgspec.convert(entry.get(name, default), kind)
+    except (msgspec.ValidationError, UnicodeError):
+        raise BadRecording(f"its {name} is no {wanted}") from None
+
+
 def _integer(entry: Mapping[Any, Any], name: str, default: int | None = None) -> int:
-    value = entry.get(name, default)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
-        raise BadRecording(f"its {name} is no number")
-    return value
-
-
-def _sizes(entry: Mapping[Any, Any], name: str) -> tuple[tuple[int, ...], ...]:
-    value = entry.get(name, [])
-    if not isinstance(value, list | tuple) or len(value) > _MAX_TENSORS:
-        raise BadRecording(f"its {name} are no list of at most {_MAX_TENSORS} tensors")
-    sizes = []
-    for size in value:
-        if not isinstance(size, list | tuple) or len(size) > 64:
-            raise BadRecording(f"its {name} are no sizes of tensors")
-        for length in size:
-            if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length < 2**63:
-                raise BadRecording(f"its {name} are no sizes of tensors")
-        sizes.append(tuple(size))
-    return tuple(sizes)
+    value = _field(entry, name, _Number if default is None else _Number | None, "number", default)
+    return default or 0 if value is None else int(value)
 
 
 def _texts(entry: Mapping[Any, Any], name: str) -> tuple[str, ...]:
-    value = entry.get(name, [])
-    if not isinstance(value, list | tuple) or len(value) > _MAX_TENSORS:
-        raise BadRecording(f"its {name} are no list of at most {_MAX_TENSORS} names")
-    if not all(isinstance(text, str) for text in value):
-        raise BadRecording(f"its {name} are no names")
-    return tuple(text[:_TEXT] for text in value)
+    texts = _field(entry, name, _TEXTS, f"list of at most {_MAX_TENSORS} names", ())
+    return tuple(text[:_TEXT] for text in texts)
 
 
 def _user_frame(frames: object) -> str:

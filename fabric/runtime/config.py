@@ -500,7 +500,10 @@ def _yes_or_no(name: str, text: str) -> bool:
 
 def _checked(chosen: Settings) -> Settings:
     parse_replicas(chosen.replicas)
-    _check_words(chosen)
+    for name, words in _CHOICES.items():
+        if (word := getattr(chosen, name)) not in words:
+            *first, last = (f'"{x}"' for x in words)
+            raise ConfigError(f'{_variable(name)} is "{word}": it must be {", ".join(first)} or {last}')
     if chosen.disable:
         return chosen
     if not chosen.lighthouse:
@@ -526,13 +529,6 @@ def _checked(chosen: Settings) -> Settings:
     if wrong:
         raise ConfigError(wrong)
     return chosen
-
-
-def _check_words(chosen: Settings) -> None:
-    for name, words in _CHOICES.items():
-        if (word := getattr(chosen, name)) not in words:
-            *first, last = (f'"{x}"' for x in words)
-            raise ConfigError(f'{_variable(name)} is "{word}": it must be {", ".join(first)} or {last}')
 
 
 def advertised_host(chosen: Settings, *, by_name: bool = False) -> str:

@@ -12,8 +12,9 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from fabric.errors import ProtocolError
 from fabric.protocol.messages.wire import decode_line
@@ -40,42 +41,31 @@ ACTIONS: Mapping[str, frozenset[str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PointOrder:
+class PointOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Do ``action`` when the process reaches ``point`` for the first time at ``step`` or later."""
 
-    drill: str  # name of the drill, for sentences and logs
+    drill: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # its name, for sentences and logs
     point: str
     action: str
-    seconds: float = 0.0  # how long the action lasts
-    step: int = 0
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)] = 0.0  # how long the action lasts
+    step: Annotated[int, msgspec.Meta(ge=0)] = 0
     micro_batch: int = -1  # act at this micro-batch of exactly ``step``; -1: at any
 
     def line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
+        return msgspec.json.encode(self) + b"\n"
 
 
 def read_order(line: bytes) -> PointOrder:
     """Invert ``PointOrder.line``. Raises ProtocolError with one sentence."""
     body = decode_line(line, ADVICE)
     try:
-        order = PointOrder(**body)
-        fits = (
-            isinstance(order.drill, str)
-            and 0 < len(order.drill) <= 64
-            and order.drill.isprintable()
-            and isinstance(order.seconds, int | float)
-            and 0 <= order.seconds <= MOST_SECONDS
-            and type(order.step) is int
-            and order.step >= 0
-            and type(order.micro_batch) is int
-            and isinstance(order.point, str)
-            and isinstance(order.action, str)
-        )
-    except TypeError:
-        fits = False
-    if not fits:
-        raise ProtocolError(f"this order of a drill has wrong fields: {ADVICE}")
+        order = msgspec.convert(body, PointOrder)
+        if not order.drill.isprintable():
+            raise ValueError("the name of the drill cannot be printed")
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ProtocolError(
+            f"this order of a drill has wrong fields ({str(error)[:300]}): {ADVICE}"
+        ) from error
     if order.point not in ACTIONS.get(order.action, ()):
         raise ProtocolError(
             f"this process knows no point {order.point[:40]!r} with action {order.action[:40]!r}: {ADVICE}"

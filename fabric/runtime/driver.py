@@ -98,7 +98,8 @@ class Driver(Generic[EventT, EffectT]):
         """Work, holding the turn, until the queue is empty or the loop's thread must take the turn."""
         here = threading.get_ident() == self._thread
         try:
-            if timed and self._is_due():
+            due = self._core.next_deadline() if timed and not self._closed else None
+            if due is not None and due <= self._clock():
                 self._queue.append(self._tick)
             while not self._failed and (self._effects or (self._queue and not self._closed)):
                 while self._effects and not self._failed:
@@ -137,10 +138,6 @@ class Driver(Generic[EventT, EffectT]):
             return
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(work)
-
-    def _is_due(self) -> bool:
-        deadline = None if self._closed else self._core.next_deadline()
-        return deadline is not None and deadline <= self._clock()
 
     def _set_timer(self) -> None:
         self._disarm()

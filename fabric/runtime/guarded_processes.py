@@ -20,8 +20,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import fabric
-from fabric.runtime.process_environment import LAUNCH_MARK, own_program
+from fabric.runtime.process_environment import LAUNCH_MARK, own_program, start_helper
 
 
 class MarkedProcesses:
@@ -208,14 +207,7 @@ def guard(mark: str) -> "subprocess.Popen[bytes]":
     """Start a process that ends all processes with ``mark`` once its standard input ends.
 
     Its input ends when it is closed, or when this process has ended for any reason."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "fabric.runtime.guarded_processes", mark],
-        stdin=subprocess.PIPE,
-        # The folder from which this package is imported, installed or not.
-        cwd=Path(fabric.__file__).resolve().parent.parent,
-        # A signal to the supervisor's process group must not reach the guard.
-        start_new_session=True,
-    )
+    return start_helper("fabric.runtime.guarded_processes", mark, stdin=subprocess.PIPE)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,16 @@ class LocalJob:
     def client(self) -> Lighthouses:
         return Lighthouses(tuple(self.urls.values()), self.name, self._token)
 
+    def ways_in(self) -> list[str]:
+        """Return how a person looks at the running job, a sentence each."""
+        url = next(iter(self.urls.values()))
+        status = f"fabric status --job {self.name} --lighthouse {url} --token-file {self.token_file}"
+        return [
+            f"lighthouse: {url}/ in a browser, with the token of {self.token_file}",
+            f"status: {status}",
+            f"HTTP: curl -s -H @{self.folder / 'auth'} {url}/v1/jobs/{self.name}/events",
+        ]
+
     def run_dir(self, replica: str) -> Path:
         return self.folder / "run" / replica
 

@@ -2,8 +2,13 @@
 
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import fabric
 
 # A launcher sets this variable in every process that it starts, to its process id and a name: 4711-0f3c...
 LAUNCH_MARK = "FABRIC_LAUNCH_MARK"
@@ -29,8 +34,21 @@ def own_program(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
+def start_helper(module: str, *arguments: str, **options: Any) -> "subprocess.Popen[bytes]":
+    """Start a module of fabric in a session of its own: no signal to this process's group reaches it."""
+    # The folder from which this package is imported, installed or not.
+    folder = Path(fabric.__file__).resolve().parent.parent
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, cwd=folder, start_new_session=True, **options)
+
+
 def process_environment() -> dict[str, str]:
     return dict(os.environ)
+
+
+def other_environment() -> dict[str, str]:
+    """Return the environment without fabric's settings, for the processes of a job of its own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_")}
 
 
 def is_restarted() -> bool:

@@ -42,7 +42,10 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
         for line in (proc / "self/cgroup").read_text().splitlines():
             hierarchy, _, path = line.partition(":")[2].partition(":")
             if not hierarchy:
-                limits += _unified(cgroup, path.strip("/"))
+                # Each cgroup above this one has a limit too.
+                group = cgroup / path.strip("/")
+                for each in (group, *group.parents[: len(group.parts) - len(cgroup.parts)]):
+                    limits += _room(each, "memory.max", "memory.current")
             elif "memory" in hierarchy.split(","):
                 limits += _room(cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
     return max(min(limits), 0)
@@ -57,28 +60,14 @@ def bytes_of(path: Path, name: str) -> int | None:
     return None
 
 
-def _unified(root: Path, path: str) -> list[int]:
-    """Return the bytes that this cgroup, and each cgroup above it, still allows."""
-    groups = [root]
-    for part in filter(None, path.split("/")):
-        groups.append(groups[-1] / part)
-    return [room for group in groups for room in _room(group, "memory.max", "memory.current")]
-
-
 def _room(group: Path, limit: str, usage: str) -> list[int]:
     try:
         most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-        reclaimable = _inactive_file(group / "memory.stat")
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        reclaimable = int(counts.get("inactive_file", 0))
     except (OSError, ValueError):
         return []
     return [int(most) - used + reclaimable] if most.isdecimal() else []
-
-
-def _inactive_file(stat: Path) -> int:
-    for line in stat.read_text().splitlines():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0
 
 
 _PR_SET_PDEATHSIG = 1

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from fabric.cli.demo.command import DemoProgress, _plain, demo
-from fabric.drill.run.journal_watch import JournalFollower, WatchedReplica
+from fabric.drill.run.journal_watch import JournalFollower, JournalWatch, WatchedReplica
 from fabric.runtime.guarded_processes import Processes
 
 
@@ -149,15 +149,17 @@ def test_only_marked_processes_are_killed(processes: Processes, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_shown_in_terminals_and_logs(terminal: bool) -> None:
+def test_progress_is_shown_in_terminals_and_logs(tmp_path: Path, terminal: bool) -> None:
     output = io.StringIO()
-    views = {"r0": WatchedReplica("r0"), "r1": WatchedReplica("r1")}
-    with DemoProgress(Console(file=output, force_terminal=terminal, width=120), STEPS, views) as show:
+    path = tmp_path / "r0.jsonl"
+    with (
+        DemoProgress(Console(file=output, force_terminal=terminal, width=120), STEPS) as show,
+        path.open("a", buffering=1) as file,
+    ):
+        watch = JournalWatch({"r0": path, "r1": tmp_path / "r1.jsonl"}, show.follow)
         for entry in SyntheticRun().entries["r0"]:
-            sentence = views["r0"].take(entry)
-            if sentence:
-                show.say(sentence)
-            show.update()
+            file.write(json.dumps(entry) + "\n")
+            watch.look()
     text = output.getvalue()
     assert "r0 started, process 100" in text and ("finished" in text) is terminal
     assert ("\x1b[" in text) is terminal

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from cli.journals import STEPS, VICTIM, SyntheticRun
 from rich.console import Console
 
 from fabric.audit.journal import read_run
-from fabric.audit.summary import Verdict, judge
-from fabric.cli.demo.command import render, write_report
+from fabric.cli.demo.command import EXPECT, write_events
 from fabric.cli.terminal_text import print_table
+from fabric.drill.judge.drill_record import DrillRecord
+from fabric.drill.judge.drill_verdict import DrillVerdict, judge_drill
 from fabric.drill.report.charts import nice_ticks
-from fabric.drill.report.documents import failure_table, join_table, overview_table
+from fabric.drill.report.documents import failure_table, join_table, overview_table, page_of
 
 
 @pytest.fixture
@@ -24,9 +26,17 @@ def directory(tmp_path: Path) -> Path:
     return SyntheticRun().write(tmp_path / "run")
 
 
+def judged(directory: Path) -> DrillVerdict:
+    return judge_drill(DrillRecord(read_run(directory), ended=float("inf")), EXPECT)
+
+
+def render(verdict: DrillVerdict) -> str:
+    return page_of(verdict, "fabric demo", "three replicas")
+
+
 @pytest.fixture
-def verdict(directory: Path) -> Verdict:
-    return judge(read_run(directory))
+def verdict(directory: Path) -> DrillVerdict:
+    return judged(directory)
 
 
 class _Collector(HTMLParser):
@@ -44,7 +54,7 @@ def tags(page: str) -> list[tuple[str, dict[str, str | None]]]:
     return collector.tags
 
 
-def test_the_page_needs_nothing_from_elsewhere(verdict: Verdict) -> None:
+def test_the_page_needs_nothing_from_elsewhere(verdict: DrillVerdict) -> None:
     page = render(verdict)
     for tag, attributes in tags(page):
         assert tag not in {"link", "iframe", "img"}
@@ -53,7 +63,7 @@ def test_the_page_needs_nothing_from_elsewhere(verdict: Verdict) -> None:
     assert "$" not in page
 
 
-def test_the_page_draws_every_commit_and_every_epoch(verdict: Verdict) -> None:
+def test_the_page_draws_every_commit_and_every_epoch(verdict: DrillVerdict) -> None:
     page = render(verdict)
     found = tags(page)
     tips = [attributes["data-tip"] or "" for _, attributes in found if "data-tip" in attributes]
@@ -73,19 +83,26 @@ def test_the_page_of_a_run_with_a_broken_invariant_says_so_and_escapes_names(dir
     path.write_text("\n".join(lines[:-6] + lines[-5:]) + "\n")
     other = [line.replace('"r2"', json.dumps(name)) for line in lines if '"state"' in line]
     path.with_name("r2.jsonl").write_text("\n".join(other) + "\n")
-    page = render(judge(read_run(directory)))
+    page = render(judged(directory))
     assert "verdict bad" in page and "<li>" in page and name not in page
+
+
+def test_the_page_of_a_run_with_skipped_samples_does_not_say_that_each_counts_once(
+    verdict: DrillVerdict,
+) -> None:
+    page = render(replace(verdict, summary=replace(verdict.summary, samples_skipped=2)))
+    assert "2 samples skipped." in page and "every sample counted once" not in page
+    assert "every sample counted once" in render(verdict)
 
 
 def test_an_empty_run_can_be_drawn(tmp_path: Path) -> None:
     run = SyntheticRun()
     run.entries = {name: copy.deepcopy(entries[:1]) for name, entries in run.entries.items()}
-    verdict = judge(read_run(run.write(tmp_path / "empty")))
-    assert "did not finish" in render(verdict)
+    assert "did not finish" in render(judged(run.write(tmp_path / "empty")))
 
 
-def test_events_are_merged_by_time(directory: Path, verdict: Verdict) -> None:
-    write_report(directory, verdict)
+def test_events_are_merged_by_time(directory: Path, verdict: DrillVerdict) -> None:
+    write_events(directory, verdict.evidence.run)
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     times = [event["t"] for event in events]
     assert times == sorted(times)
@@ -95,7 +112,7 @@ def test_events_are_merged_by_time(directory: Path, verdict: Verdict) -> None:
     assert kill["source"] == "supervisor" and kill["replica"] == VICTIM
 
 
-def test_the_tables_show_failures_and_joins(verdict: Verdict) -> None:
+def test_the_tables_show_failures_and_joins(verdict: DrillVerdict) -> None:
     output = io.StringIO()
     for table in (overview_table, failure_table, join_table):
         shown = table(verdict.summary)

@@ -207,7 +207,7 @@ R0 = Process("r0", 0)
 
 def test_a_server_without_a_recording_is_unread_with_its_sentence(answers):
     look = READER.look([ServerTarget(R0, answers.url)])
-    assert look.read.unread == {R0: "nothing there"} and not look.read.recordings
+    assert look.unread == {R0: "nothing there"} and not look.recordings
 
 
 def test_the_stack_of_a_process_without_a_recording_is_kept(answers):
@@ -219,8 +219,8 @@ def test_the_stack_of_a_process_without_a_recording_is_kept(answers):
     answers.said["/debug/stacks"] = (200, json.dumps(stacks).encode())
     answers.said["/debug/flight"] = (504, b'{"error": "the trainer did not answer within 1 s"}')
     look = READER.look([ServerTarget(R0, answers.url)])
-    assert look.read.unread[R0] == "nothing there"
-    [recording_] = look.read.recordings
+    assert look.unread[R0] == "nothing there"
+    [recording_] = look.recordings
     assert recording_.main == ("t.py:7 stuck",) and not recording_.collectives
 
 
@@ -230,7 +230,7 @@ def test_the_stack_of_a_process_without_a_recording_is_kept(answers):
 def test_garbage_is_unread_with_a_sentence(answers, body):
     answers.said = {f"/debug/{what}": (200, body) for what in ("flight", "exchange", "stacks")}
     look = READER.look([ServerTarget(R0, answers.url)])
-    assert "\n" not in look.read.unread[R0] and not look.read.recordings
+    assert "\n" not in look.unread[R0] and not look.recordings
 
 
 def test_an_answer_without_an_end_is_bounded(answers, monkeypatch):
@@ -238,7 +238,7 @@ def test_an_answer_without_an_end_is_bounded(answers, monkeypatch):
     monkeypatch.setattr("fabric.cli.diagnose.MAX_BYTES", 1000)
     answers.said["/debug/flight"] = (200, b" " * 100_000)
     look = READER.look([ServerTarget(R0, answers.url)])
-    assert R0 in look.read.unread
+    assert R0 in look.unread
 
 
 def test_a_redirect_takes_no_token_elsewhere(answers):
@@ -252,7 +252,7 @@ def test_a_recording_counts_for_the_process_that_was_asked(answers):
     body = {"recorder": "fabric", "replica": "r9", "rank": 4, "entries": [], "pg_config": {}}
     answers.said["/debug/exchange"] = (200, json.dumps(body).encode())
     look = READER.look([ServerTarget(R0, answers.url)])
-    assert [x.process for x in look.read.recordings] == [R0]
+    assert [x.process for x in look.recordings] == [R0]
 
 
 def test_the_ranks_of_a_job_are_its_members_and_theirs():

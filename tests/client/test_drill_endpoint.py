@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fabric.client.process.drill_endpoint import DrillEndpoint, _HeldOrder
 from fabric.client.process.journal import Journal
 from fabric.drill.injection.drilled_processes import ProcessTarget
 from fabric.drill.injection.played_faults import PlayedFault, SentOrder, obey
+from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import ProtocolError, Refused
 from fabric.ftar.buckets import FlatGradients
 from fabric.model import Fence
@@ -314,9 +316,21 @@ def test_a_thread_that_reaches_the_point_at_once_reports_after_the_answer():
         assert [json.loads(line) for line in ours.makefile()] == [{"ok": True}, {"hit": "ring", "step": 1}]
 
 
+def scene(folder: Path, pid: int, started: Sequence[str] = ()) -> SimpleNamespace:
+    """Stands for what a drill may touch: the trainer ``pid``."""
+    return SimpleNamespace(
+        processes=SimpleNamespace(trainer=lambda replica: ProcessTarget(pid)),
+        run_dir=lambda replica: folder,
+        drill="drill",
+        restarted=lambda names: lambda: "".join(started),
+    )
+
+
 def test_a_player_has_the_evidence_of_an_order_and_of_its_end(folder, points):
     fault = PlayedFault("hang")
-    fault.script = obey(fault, folder, order(step=20), ProcessTarget(os.getpid()))
+    fault.script = obey(
+        scene(folder, os.getpid()), fault, ScheduledFault("hang", "r0", lasts_s=600.0, step=20)
+    )
     with Loop(points) as loop:
         until(lambda: fault.look() or fault.observed)
         assert fault.observed == f"process {os.getpid()} stands still at ring of step {loop.step}"
@@ -333,9 +347,8 @@ def test_a_player_of_a_deadly_order_waits_for_the_next_process(folder):
         assert trainer.stdout.readline()
         started = []
         fault = PlayedFault("kill")
-        deadly = order(point="optimizer", action="kill")
-        target = ProcessTarget(trainer.pid)
-        fault.script = obey(fault, folder, deadly, target, lambda: "".join(started))
+        deadly = ScheduledFault("kill", "r0", point="optimizer")
+        fault.script = obey(scene(folder, trainer.pid, started), fault, deadly)
         until(lambda: fault.look() or fault.observed)
         assert f"process {trainer.pid} is gone at optimizer of step" in fault.observed
         fault.end()

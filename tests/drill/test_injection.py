@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTa
 from fabric.drill.injection.injector import Injector, TrainerAddress
 from fabric.drill.injection.played_faults import PlayedFault, kill, kill_server, memory, slow, stop
 from fabric.drill.injection.undo_guard import UndoGuard, guard
+from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import Refused
 
 JOB = f"drilled-{os.getpid()}"
@@ -120,7 +122,6 @@ def test_the_launcher_and_the_server_of_a_replica_are_not_its_trainer(start):
         target = find("r1")
         assert target.pid == pid
         target.close()
-    assert processes.replicas() == ["r1"]
 
 
 def test_two_ranks_on_one_host_are_one_sentence(start):
@@ -187,11 +188,31 @@ def undo() -> Iterator[UndoGuard]:
     undo.close()
 
 
+@dataclass
+class Scene:
+    """Stands for what a drill may touch: these trainers, and the servers of JOB."""
+
+    trainers: dict[str, subprocess.Popen] = field(default_factory=dict)
+    guard: UndoGuard | None = None
+    started: list[str] = field(default_factory=list)
+    server = DrilledProcesses(JOB).server
+
+    @property
+    def processes(self) -> "Scene":
+        return self
+
+    def trainer(self, replica: str) -> ProcessTarget:
+        return ProcessTarget(self.trainers[replica].pid)
+
+    def restarted(self, names: Sequence[str]) -> Callable[[], str]:
+        return lambda: "; ".join(self.started)
+
+
 @pytest.mark.parametrize(("player", "evidence"), [(stop, "is stopped"), (slow, "was stopped")])
 def test_a_stopped_process_goes_on_at_the_end_of_its_fault(start, undo, player, evidence):
     process = start()
     fault = PlayedFault("stop")
-    fault.script = player(fault, ProcessTarget(process.pid), undo)
+    fault.script = player(Scene({"r0": process}, undo), fault, ScheduledFault("stop", "r0"))
     assert evidence in looked(fault, "observed") and not fault.undone
     fault.end()
     assert looked(fault, "undone") == f"process {process.pid} runs"
@@ -202,7 +223,7 @@ def test_a_stopped_process_goes_on_at_the_end_of_its_fault(start, undo, player, 
 def test_a_stopped_process_goes_on_where_its_player_is_broken_off(start, undo, player):
     process = start()
     fault = PlayedFault("stop")
-    fault.script = player(fault, ProcessTarget(process.pid), undo)
+    fault.script = player(Scene({"r0": process}, undo), fault, ScheduledFault("stop", "r0"))
     looked(fault, "observed")
     fault.script.close()
     until(lambda: state(process.pid) != "T")
@@ -213,22 +234,20 @@ def test_a_stopped_process_goes_on_where_its_player_is_broken_off(start, undo, p
 def test_a_fault_that_ends_before_its_first_look_never_begins(start):
     process = start()
     fault = PlayedFault("kill")
-    fault.script = kill(fault, {"r0": ProcessTarget(process.pid)}, lambda: "")
+    fault.script = kill(Scene({"r0": process}), fault, ("r0",))
     fault.end()
     assert process.poll() is None and not fault.pids
 
 
 def test_a_kill_is_over_when_the_next_processes_are_seen(start):
     processes = {name: start() for name in ("r0", "r1")}
-    started = []
-    fault = PlayedFault("kill-two")
-    targets = {name: ProcessTarget(x.pid) for name, x in processes.items()}
-    fault.script = kill(fault, targets, lambda: "; ".join(started))
+    scene, fault = Scene(processes), PlayedFault("kill-two")
+    fault.script = kill(scene, fault, ("r0", "r1"))
     assert looked(fault, "observed").count("is gone") == 2
     assert fault.pids == {name: x.pid for name, x in processes.items()} and fault.targets == ("r0", "r1")
     fault.end()
     assert not fault.is_over
-    started.append("process 1 of r0 started")
+    scene.started.append("process 1 of r0 started")
     fault.look()
     assert fault.undone == "process 1 of r0 started"
 
@@ -236,7 +255,7 @@ def test_a_kill_is_over_when_the_next_processes_are_seen(start):
 def test_a_killed_checkpoint_server_is_over_when_another_has_taken_its_place(start):
     start("fabric.ckpt_server", **allowed())
     fault = PlayedFault("kill-server")
-    fault.script = kill_server(fault, DrilledProcesses(JOB), "r1")
+    fault.script = kill_server(Scene(), fault, ScheduledFault("kill-server", "r1"))
     looked(fault, "observed")
     fault.end()
     assert not fault.undone
@@ -247,7 +266,7 @@ def test_a_killed_checkpoint_server_is_over_when_another_has_taken_its_place(sta
 def test_memory_is_held_until_the_end(monkeypatch):
     monkeypatch.setattr("fabric.drill.injection.played_faults._MOST_MEMORY_BYTES", 1 << 24)
     fault = PlayedFault("memory")
-    fault.script = memory(fault)
+    fault.script = memory(Scene(), fault, ScheduledFault("memory"))
     assert "holds" in looked(fault, "observed")
     fault.end()
     assert "has ended" in fault.undone

@@ -128,7 +128,7 @@ def test_a_lighthouse_with_the_token_for_drills_is_obeyed(beside):
 def test_a_trainer_without_tls_and_key_has_no_injector(monkeypatch, tmp_path, drill, url, starts):
     (tmp_path / "key").write_text("a-key")
     started: list[object] = []
-    monkeypatch.setattr(injector.subprocess, "Popen", lambda *words, **options: started.append(words))
+    monkeypatch.setattr(injector, "start_helper", lambda *words, **options: started.append(words))
     start_injector(
         settings({}, replica="r1", lighthouse=tuple(url.split(",")), drill=drill or f"{tmp_path}/key")
     )

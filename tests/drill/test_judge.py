@@ -36,7 +36,6 @@ FAULT = InjectedFault(
     "process 101 is gone",
     "process 177 started",
     {VICTIM: 101},
-    True,
 )
 RECOVERY = RecoveryFacts(
     "death",
@@ -246,7 +245,7 @@ def test_a_process_that_dies_before_it_commits_belongs_to_the_loss_before_it():
 
 
 def test_a_wiped_store_may_cost_steps_that_no_record_counts():
-    wiped = replace(FAULT, name="wipe-store", targets=tuple(RUN.entries), pids={}, kills=False)
+    wiped = replace(FAULT, name="wipe-store", targets=tuple(RUN.entries), pids={})
     undone = record(altered(undo_steps), faults=(FAULT, wiped))
     assert outcome(judge_drill(undone, ["sources-agree"])).holds
     assert "steps_lost==0" not in [o.expectation for o in judge_drill(undone).outcomes]
@@ -254,7 +253,7 @@ def test_a_wiped_store_may_cost_steps_that_no_record_counts():
 
 def test_a_step_that_all_replicas_took_to_their_death_is_no_disagreement():
     sighting = (StepSighting(1011.0, "r0", 9),)
-    everybody = replace(FAULT, targets=tuple(RUN.entries), pids={})
+    everybody = replace(FAULT, targets=tuple(RUN.entries))
     assert outcome(
         judge_drill(record(sightings=sighting, faults=(FAULT, everybody)), ["sources-agree"])
     ).holds

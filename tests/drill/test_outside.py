@@ -16,7 +16,7 @@ from fabric.drill.judge.drill_record import (
 )
 from fabric.drill.judge.drill_verdict import OutsideTimes, judge_drill
 
-FAULT = InjectedFault("kill", ("r1",), 105.0, 105.0, observed="gone", undone="started", kills=True)
+FAULT = InjectedFault("kill", ("r1",), 105.0, 105.0, observed="gone", undone="started", pids={"r1": 1})
 RECOVERY = RecoveryFacts("death", 105.2, step=5, step_committed=105.4, lost={"r1": LostReplica(108.0)})
 SEEN = tuple(
     StepSighting(100.0 + t, name, t)

@@ -28,7 +28,7 @@ def run_demo(out: Path, *arguments: str) -> None:
     done = run_supervisor("demo", "--out", str(out), "--steps", str(STEPS), *arguments)
     assert done.returncode == 0, f"{out.name}:\n{done.stdout}"
     assert done.stdout.splitlines()[-1] == f"Report: {out / 'report.html'}", done.stdout
-    assert "/ with the token of" in done.stdout, "the address of the lighthouse's page"
+    assert "/ in a browser, with the token of" in done.stdout, "the address of the lighthouse's page"
 
 
 def compare_losses(*runs: Path) -> float:

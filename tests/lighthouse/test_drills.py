@@ -54,7 +54,7 @@ def test_a_fault_reaches_its_injector_alone_and_leaves_events_with_the_drills_id
     assert {about for kind, about, _ in room.events if kind not in ("drill began", "drill ended")} == {"r1"}
 
 
-def test_a_fault_ends_with_its_time_with_an_order_and_with_the_drill():
+def test_a_fault_ends_with_its_time_and_with_the_drill():
     room = Room("r0", "r1")
     drill = room.begin()
     first = room.drills.inject(drill, "stop", "r1", 5.0)
@@ -62,9 +62,6 @@ def test_a_fault_ends_with_its_time_with_an_order_and_with_the_drill():
     assert room.ask("r1", drill) == []
     second = room.drills.inject(drill, "stop", "r1", 5.0)
     assert [x["number"] for x in room.ask("r1", drill)] == [second.number] != [first.number]
-    room.drills.end_fault(drill, second.number)
-    assert room.ask("r1", drill) == []
-    room.drills.inject(drill, "stop", "r1", 5.0)
     room.drills.end(drill)
     assert room.ask("r1", drill) == []
 

@@ -58,7 +58,6 @@ REQUESTS: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", f"{JOB}/drill"): ORDER,
     ("POST", f"{JOB}/drill/renew"): {"drill": "D"},
     ("POST", f"{JOB}/drill/fault"): {"drill": "D", "fault": "kill", "replica": "r0", "point": LONG},
-    ("POST", f"{JOB}/drill/end-fault"): {"drill": "D", "number": 1},
     ("POST", f"{JOB}/injector"): {
         "replica": "r0",
         "id": "i",

@@ -93,10 +93,6 @@ class DrilledProcesses:
         servers = [x for x in self._living(replica) if x.is_server]
         return self._target(servers, replica, "checkpoint server")
 
-    def replicas(self) -> list[str]:
-        """Return the replicas of the job that have a process on this host."""
-        return sorted({x.replica for x in self._living()})
-
     def _target(self, processes: list[FoundProcess], replica: str, what: str) -> ProcessTarget:
         if len(processes) > 1 and what == "trainer":
             raise Refused(
@@ -114,9 +110,9 @@ class DrilledProcesses:
             "start it so, or drill on its own host"
         )
 
-    def _living(self, replica: str = "") -> list[FoundProcess]:
+    def _living(self, replica: str) -> list[FoundProcess]:
         processes = [self._read(int(x.name)) for x in Path("/proc").iterdir() if x.name.isdecimal()]
-        return [x for x in processes if x is not None and (not replica or x.replica == replica)]
+        return [x for x in processes if x is not None and x.replica == replica]
 
     def _read(self, pid: int) -> FoundProcess | None:
         """Return the process if its environment allows a drill of this job."""

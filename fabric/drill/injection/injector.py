@@ -22,23 +22,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-import fabric
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
-from fabric.drill.injection.played_faults import (
-    ORDERS,
-    PlayedFault,
-    Script,
-    kill,
-    kill_server,
-    memory,
-    obey,
-    slow,
-    stop,
-)
+from fabric.drill.injection.played_faults import PLAYERS, Evidence, PlayedFault, Script
 from fabric.drill.injection.undo_guard import UndoGuard
+from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import FabricError, ProtocolError, Refused
 from fabric.runtime.config import Settings, settings
-from fabric.runtime.drill_orders import MOST_SECONDS, PointOrder, proof_of
+from fabric.runtime.drill_orders import MOST_SECONDS, proof_of
 from fabric.runtime.http.lighthouse_client import Lighthouses
 from fabric.runtime.http.token_file import TokenFile, is_same, read_tokens
 from fabric.runtime.process_environment import (
@@ -46,7 +36,9 @@ from fabric.runtime.process_environment import (
     LAUNCH_RESTARTS,
     outliving_environment,
     process_environment,
+    start_helper,
 )
+from fabric.runtime.system_calls import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -93,17 +85,30 @@ class InjectorAnswer(msgspec.Struct, frozen=True):
     faults: list[OrderedFault] = []
 
 
+class OwnProcesses(DrilledProcesses):
+    """The processes of one trainer, whatever others of its replica live on this host."""
+
+    def __init__(self, job: str, own: ProcessTarget) -> None:
+        super().__init__(job)
+        self._own = own
+
+    def trainer(self, replica: str) -> ProcessTarget:
+        """As in the base class."""
+        return self._own
+
+
 class Injector:
-    """Plays the faults of one trainer."""
+    """Plays the faults of one trainer, which are all that it may touch."""
 
     def __init__(self, trainer: TrainerAddress, client: Lighthouses, guard: UndoGuard) -> None:
-        self._trainer, self._client, self._guard = trainer, client, guard
+        self._trainer, self._client, self.guard = trainer, client, guard
         self._target = ProcessTarget(trainer.pid)
+        self.processes = OwnProcesses(trainer.job, self._target)
         self._key = TokenFile(Path(trainer.key_file)) if trainer.key_file else None
         self._logged = ""
         self._id = os.urandom(8).hex()
-        self._host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        self._drill = ""
+        self._host = boot_id()
+        self.drill = ""
         self._faults: dict[int, PlayedFault] = {}
         self._until: dict[int, float] = {}  # by fault: monotonic seconds
         self._answered = time.monotonic()
@@ -138,9 +143,9 @@ class Injector:
         self._obey(answer)
 
     def _obey(self, answer: InjectorAnswer) -> None:
-        if answer.drill != self._drill:
+        if answer.drill != self.drill:
             self._end_all()
-            self._faults, self._drill = {}, answer.drill
+            self._faults, self.drill = {}, answer.drill
         wanted = {x.number: x for x in answer.faults}
         for number, fault in self._faults.items():
             if number not in wanted:
@@ -152,27 +157,20 @@ class Injector:
                 fault.script = self._script(fault, order)
                 self._try(fault, fault.look)
 
+    def run_dir(self, replica: str) -> Path:
+        return self._trainer.run_dir
+
+    def restarted(self, names: Sequence[str]) -> Evidence:
+        """Return nothing: the lighthouse sees the next process."""
+        return lambda: ""
+
     def _script(self, fault: PlayedFault, order: OrderedFault) -> Script:
         """Play the fault that the lighthouse orders. Raises Refused for a fault of another version."""
-        trainer, target, guard, name = self._trainer, self._target, self._guard, order.fault
-        if name in ORDERS or (name == "kill" and order.point):
-            action, point = ORDERS.get(name, (name, order.point))
-            seconds = order.seconds or MOST_SECONDS
-            at_point = PointOrder(self._drill, order.point or point, action, seconds)
-            yield from obey(fault, trainer.run_dir, at_point, target)
-        elif name == "kill":
-            # The lighthouse sees the next process.
-            yield from kill(fault, {trainer.replica: target}, lambda: "")
-        elif name == "stop":
-            yield from stop(fault, target, guard)
-        elif name == "slow":
-            yield from slow(fault, target, guard)
-        elif name == "kill-server":
-            yield from kill_server(fault, DrilledProcesses(trainer.job), trainer.replica)
-        elif name == "memory":
-            yield from memory(fault)
-        else:
-            raise Refused(f"this injector plays no {name[:40]}: use a drill of its version")
+        if order.fault not in PLAYERS:
+            raise Refused(f"this injector plays no {order.fault[:40]}: use a drill of its version")
+        replica, seconds = self._trainer.replica, order.seconds
+        wanted = ScheduledFault(order.fault, replica, lasts_s=seconds, point=order.point)
+        yield from PLAYERS[order.fault](self, fault, wanted)
 
     @staticmethod
     def _try(fault: PlayedFault, action: Callable[[], None]) -> None:
@@ -203,7 +201,7 @@ class Injector:
             "restarts": self._trainer.restarts,
             "gone": is_gone,
             "wait_s": 0.0 if is_busy else WAIT_S,
-            "drill": self._drill,
+            "drill": self.drill,
             "nonce": os.urandom(16).hex(),
             "reports": {},
         }
@@ -255,13 +253,11 @@ def start_injector(chosen: Settings) -> None:
         "FABRIC_TOKEN_FILE": str(chosen.token_file or ""),
         "FABRIC_TLS": str(chosen.tls.folder or ""),
     }
-    subprocess.Popen(
-        [sys.executable, "-m", "fabric.drill.injection.injector", json.dumps(trainer.words())],
+    start_helper(
+        "fabric.drill.injection.injector",
+        json.dumps(trainer.words()),
         stdin=subprocess.DEVNULL,
         env=outliving_environment() | variables,
-        cwd=Path(fabric.__file__).resolve().parent.parent,
-        # A signal to the trainer's process group must not reach the injector.
-        start_new_session=True,
     )
 
 

@@ -13,15 +13,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
 from fabric.drill.injection.undo_guard import UndoGuard
+from fabric.drill.judge.drill_record import InjectedFault
+from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import ProtocolError, Refused
 from fabric.protocol.messages.wire import decode_line
-from fabric.runtime.drill_orders import ADVICE, CLOCK, DRILL_SOCKET_NAME, LINKS, PointOrder
+from fabric.runtime.drill_orders import (
+    ADVICE,
+    CLOCK,
+    DRILL_SOCKET_NAME,
+    LINKS,
+    MOST_SECONDS,
+    PointOrder,
+)
 from fabric.runtime.private_folder import socket_path
 from fabric.runtime.system_calls import available_bytes, bytes_of
 
@@ -43,6 +53,7 @@ class SentOrder:
         self.about = ""  # what the trainer changed at its first hit
         self.is_over = False  # the trainer goes on
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.close = self._socket.close
         try:
             self._socket.settimeout(_ANSWER_S)
             with socket_path(run_dir, DRILL_SOCKET_NAME) as path:
@@ -81,9 +92,6 @@ class SentOrder:
                 self.about = self.about or str(body.get("about") or "")[:200]
             self.is_over = self.is_over or "over" in body
 
-    def close(self) -> None:
-        self._socket.close()
-
     def end(self) -> None:
         """End the order, and go on reading the reports."""
         with contextlib.suppress(OSError):
@@ -108,16 +116,9 @@ ORDERS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass
-class PlayedFault:
+class PlayedFault(InjectedFault):
     """One fault, from its beginning to the evidence that it is over."""
 
-    name: str
-    targets: tuple[str, ...] = ()
-    about: str = ""  # the process that is hit, if it is not a replica's
-    pids: dict[str, int] = field(default_factory=dict)  # by target: the process that the fault kills
-    began: float = 0.0  # Unix seconds, if it is not the time of the first look
-    observed: str = ""
-    undone: str = ""
     problem: str = ""  # why it cannot be played
     has_begun: bool = False
     is_ended: bool = False  # the script undoes it, or has undone it
@@ -155,8 +156,28 @@ def always(evidence: Evidence) -> Script:
         yield evidence()
 
 
-def kill(fault: PlayedFault, processes: Mapping[str, ProcessTarget], started: Evidence) -> Script:
-    """SIGKILL to trainers, by replica, all at once. ``started``: the evidence of their next processes."""
+class FaultScene(Protocol):
+    """The things that a fault of trainers may touch."""
+
+    @property
+    def processes(self) -> DrilledProcesses: ...
+
+    @property
+    def guard(self) -> UndoGuard: ...
+
+    def run_dir(self, replica: str) -> Path: ...
+
+    @property
+    def drill(self) -> str:
+        """The name of the drill in the logs of its trainers."""
+
+    def restarted(self, names: Sequence[str]) -> Evidence:
+        """Return the evidence, from now on, that each of the replicas has another process."""
+
+
+def kill(scene: FaultScene, fault: PlayedFault, names: Sequence[str]) -> Script:
+    """SIGKILL to trainers, all at once."""
+    processes, started = {name: scene.processes.trainer(name) for name in names}, scene.restarted(names)
     fault.targets, fault.pids = tuple(processes), {name: x.pid for name, x in processes.items()}
     fault.began = time.time()
     for process in processes.values():
@@ -165,22 +186,22 @@ def kill(fault: PlayedFault, processes: Mapping[str, ProcessTarget], started: Ev
     yield from always(started)
 
 
-def kill_server(fault: PlayedFault, processes: DrilledProcesses, replica: str) -> Script:
+def kill_server(scene: FaultScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
     """SIGKILL to the replica's checkpoint server, which its trainer then starts again."""
-    server, fault.about = processes.server(replica), f"the checkpoint server of {replica}"
+    server, fault.about = scene.processes.server(wanted.target), f"the checkpoint server of {wanted.target}"
     server.send(signal.SIGKILL)
     yield from fault.until_end(lambda: f"process {server.pid} is gone" if server.is_gone else "")
 
     def successor() -> str:
         with contextlib.suppress(Refused):
-            pid = processes.server(replica).pid
+            pid = scene.processes.server(wanted.target).pid
             return f"process {pid} has taken its place" if pid != server.pid else ""
         return ""
 
     yield from always(successor)
 
 
-def stop(fault: PlayedFault, process: ProcessTarget, guard: UndoGuard) -> Script:
+def stop_process(fault: PlayedFault, process: ProcessTarget, guard: UndoGuard) -> Script:
     """SIGSTOP, later SIGCONT."""
     with continued(process, guard):
         process.send(signal.SIGSTOP)
@@ -188,8 +209,15 @@ def stop(fault: PlayedFault, process: ProcessTarget, guard: UndoGuard) -> Script
     yield from always(lambda: _runs(process))
 
 
-def slow(fault: PlayedFault, process: ProcessTarget, guard: UndoGuard) -> Script:
-    """SIGSTOP for three quarters of the time, later SIGCONT."""
+def stop(scene: FaultScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
+    """SIGSTOP to a trainer, later SIGCONT."""
+    fault.targets = (wanted.target,)
+    yield from stop_process(fault, scene.processes.trainer(wanted.target), scene.guard)
+
+
+def slow(scene: FaultScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
+    """SIGSTOP to a trainer for three quarters of the time, later SIGCONT."""
+    fault.targets, process = (wanted.target,), scene.processes.trainer(wanted.target)
     stops, over = 0, threading.Event()
 
     def take_turns() -> None:
@@ -202,7 +230,7 @@ def slow(fault: PlayedFault, process: ProcessTarget, guard: UndoGuard) -> Script
             over.wait(_RUNS_S)
 
     thread = threading.Thread(target=take_turns, name="fabric-drill-slow", daemon=True)
-    with continued(process, guard):
+    with continued(process, scene.guard):
         thread.start()
         try:
             yield from fault.until_end(
@@ -214,7 +242,7 @@ def slow(fault: PlayedFault, process: ProcessTarget, guard: UndoGuard) -> Script
     yield from always(lambda: _runs(process))
 
 
-def memory(fault: PlayedFault) -> Script:
+def memory(_: FaultScene, fault: PlayedFault, __: ScheduledFault) -> Script:
     """A process that holds a quarter of the free memory until the fault's end, or until the player dies."""
     fault.about = "this host's memory"
     wanted = min(_MOST_MEMORY_BYTES, available_bytes() // _SHARE)
@@ -231,19 +259,18 @@ def memory(fault: PlayedFault) -> Script:
     yield from always(lambda: f"process {process.pid} has ended")
 
 
-def obey(
-    fault: PlayedFault,
-    run_dir: Path,
-    order: PointOrder,
-    process: ProcessTarget,
-    started: Evidence = lambda: "",
-) -> Script:
-    """Send an order to the trainer's drill socket, whose connection is the order's lease.
+def obey(scene: FaultScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
+    """The trainer stands still or dies at a point, or changes its gradient or its clock.
 
-    ``started``: the evidence of the next process, where the order kills.
+    The connection to its drill socket is the order's lease.
     """
-    is_kill = order.action == "kill"
-    sent = SentOrder(run_dir, order)
+    name = wanted.target
+    action, point = ORDERS.get(wanted.fault, (wanted.fault, wanted.point))
+    order = order_of(scene, wanted, action, wanted.point or point)
+    process, started = scene.processes.trainer(name), scene.restarted((name,))
+    is_kill = action == "kill"
+    fault.targets, fault.pids = (name,), {name: process.pid} if is_kill else {}
+    sent = SentOrder(scene.run_dir(name), order)
 
     def obeyed() -> str:
         sent.look()
@@ -268,6 +295,11 @@ def obey(
     yield from always(started if is_kill else is_over)
 
 
+def order_of(scene: FaultScene, fault: ScheduledFault, action: str, point: str) -> PointOrder:
+    """Return an order to a trainer's drill socket."""
+    return PointOrder(scene.drill, point, action, fault.duration_s or MOST_SECONDS, fault.step or 0)
+
+
 def gone(processes: Mapping[str, ProcessTarget]) -> str:
     """Return the evidence that all of the processes, by replica, are gone."""
     if not all(process.is_gone for process in processes.values()):
@@ -290,3 +322,16 @@ def _runs(process: ProcessTarget) -> str:
     if process.is_stopped:
         return ""
     return f"process {process.pid} {'is gone' if process.is_gone else 'runs'}"
+
+
+# The faults of one trainer, which an injector plays too.
+PLAYERS: Mapping[str, Callable[[FaultScene, PlayedFault, ScheduledFault], Script]] = {
+    "kill": lambda scene, fault, wanted: (
+        obey(scene, fault, wanted) if wanted.point else kill(scene, fault, (wanted.target,))
+    ),
+    "stop": stop,
+    "slow": slow,
+    "kill-server": kill_server,
+    "memory": memory,
+    **dict.fromkeys(ORDERS, obey),
+}

@@ -11,24 +11,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
-import fabric
 from fabric.drill.injection.drilled_processes import start_time
+from fabric.runtime.process_environment import start_helper
 
 
 class UndoGuard:
     """The drill's end of the pipe. Close it when no process is stopped any more."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fabric.drill.injection.undo_guard"],
-            stdin=subprocess.PIPE,
-            # The folder from which this package is imported, installed or not.
-            cwd=Path(fabric.__file__).resolve().parent.parent,
-            # A signal to the drill's process group must not reach the guard.
-            start_new_session=True,
-        )
+        self._process = start_helper("fabric.drill.injection.undo_guard", stdin=subprocess.PIPE)
 
     def note_stop(self, pid: int) -> None:
         """List a process before it is stopped. Raises OSError where the guard is dead."""

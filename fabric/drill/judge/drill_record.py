@@ -17,23 +17,26 @@ from fabric.errors import ProtocolError
 WIPED = "wipe-store"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InjectedFault:
     """One fault of a drill."""
 
     name: str  # the fault's name in the table of faults
-    targets: tuple[str, ...]  # the replicas that the fault hits; empty: the fault hits another process
-    began: float
-    ended: float  # when the drill had undone the fault; ``began`` for a fault that undoes itself
+    targets: tuple[str, ...] = ()  # the replicas that it hits; empty: it hits another process
+    began: float = 0.0
+    ended: float = 0.0  # when the drill had undone the fault; ``began`` for a fault that undoes itself
     about: str = ""  # the process that was hit, if it is not a replica's
     observed: str = ""  # the drill's evidence that the fault happened; empty: none
     undone: str = ""  # the drill's evidence that the fault is over; empty: none
-    pids: Mapping[str, int] = field(default_factory=dict)  # by target: the process that was hit
-    kills: bool = False  # whether the fault ends the processes ``pids``
+    pids: dict[str, int] = field(default_factory=dict)  # by target: the process that the fault kills
     # Its cost, from the judge; None and empty where no record shows it.
     stall_s: float | None = None
     rejoined_s: Mapping[str, float] = field(default_factory=dict)  # by target; infinity: it never returned
     timeline: tuple[str, ...] = ()
+
+    @property
+    def kills(self) -> bool:
+        return bool(self.pids)
 
     @property
     def title(self) -> str:
@@ -115,7 +118,6 @@ class DrillRecord:
         kills: list[Mapping[str, Any]] = [
             {"event": "kill", "t": fault.began, "replica": replica, "pid": pid}
             for fault in self.faults
-            if fault.kills
             for replica, pid in fault.pids.items()
         ]
         return RecordedRun(journals, (*self.run.supervisor, *kills))

@@ -41,11 +41,54 @@ class CommitGap:
         return self.start + self.seconds
 
 
-class DrillTimes:
+class JobTimes:
+    """The times at which the whole job went on: ``went_on``, in order."""
+
+    early_s = 0.0  # a fault or a recovery may have begun so much earlier than its date
+    median_step_s = 0.0
+
+    def __init__(self, record: DrillRecord, went_on: Sequence[float]) -> None:
+        self.record, self._went_on = record, went_on
+
+    def stall_s(self, fault: InjectedFault | None = None) -> float | None:
+        """Return the longest stall of a survivor, in all or in one fault's time; None where none was."""
+        return None
+
+    def timeline(self, fault: InjectedFault) -> list[str]:
+        """Return what the replicas noted from the fault to their next commits, in seconds after it."""
+        return []
+
+    def standstills(self) -> list[CommitGap]:
+        """Return the times in which the job did not go on, up to the drill's end."""
+        times = [t for t in self._went_on if t >= self.record.began]
+        if times and not self.record.is_over:
+            times.append(max(self.record.ended, times[-1]))
+        return [CommitGap("", before, after - before) for before, after in pairwise(times)]
+
+    def unexplained_s(self) -> float | None:
+        """Return the longest standstill, each without the time of faults and recoveries."""
+        times = [(fault.began, fault.ended) for fault in self.record.faults]
+        times += [(x.detected, x.step_committed or self.record.ended) for x in self.record.recoveries or ()]
+        spans = sorted((began - self.early_s, self._next(ended)) for began, ended in times)
+        longest: float | None = None
+        for gap in sorted(self.standstills(), key=lambda gap: gap.seconds, reverse=True):
+            if longest is not None and gap.seconds <= longest:
+                break
+            longest = max(longest or 0.0, gap.seconds - covered(gap, spans))
+        return longest
+
+    def _next(self, t: float) -> float:
+        """Return when the job went on after ``t``."""
+        place = bisect_left(self._went_on, t)
+        return self._went_on[place] if place < len(self._went_on) else self.record.ended
+
+
+class DrillTimes(JobTimes):
     """The times of one drill. ``evidence`` is of ``record.evidence()``."""
 
     def __init__(self, record: DrillRecord, evidence: Evidence) -> None:
-        self.record, self._evidence = record, evidence
+        super().__init__(record, sorted(line.t for lines in evidence.commits.values() for line in lines))
+        self._evidence = evidence
         gaps = [gap for gap in self._all_gaps() if gap.start >= record.began]
         self.gaps = sorted(gaps, key=lambda gap: gap.start)
         closed = [gap.seconds for gap in self.gaps if not gap.is_open]
@@ -54,7 +97,6 @@ class DrillTimes:
         self._calm = [gap for gap in self.gaps if not any(hits(fault, gap) for fault in record.faults)]
         self._starts = [gap.start for gap in self._calm]
         self._longest_s = max((gap.seconds for gap in self._calm), default=0.0)
-        self._commits = sorted(line.t for lines in evidence.commits.values() for line in lines)
         self._rejoined = {
             (number, name): self._next_commit_s(fault, name)
             for number, fault in enumerate(record.faults)
@@ -62,7 +104,7 @@ class DrillTimes:
         }
 
     def stall_s(self, fault: InjectedFault | None = None) -> float | None:
-        """Return the longest stall of a survivor, in all or in one fault's time; None where none was."""
+        """As in the base class."""
         gaps = self._calm
         if fault is not None:
             first = bisect_left(self._starts, fault.began - self._longest_s)
@@ -70,37 +112,13 @@ class DrillTimes:
             gaps = [gap for gap in gaps[first:last] if gap.end >= fault.began]
         return max((max(0.0, gap.seconds - self.median_step_s) for gap in gaps), default=None)
 
-    def standstills(self) -> list[CommitGap]:
-        """Return the times between two commits of the whole job, up to the drill's end."""
-        times = [t for t in self._commits if t >= self.record.began]
-        if not times:
-            return []
-        if not self.record.is_over:
-            times.append(max(self.record.ended, times[-1]))
-        return [CommitGap("", before, after - before) for before, after in pairwise(times)]
-
-    def unexplained_s(self) -> float | None:
-        """Return the longest standstill, each without the time of faults and recoveries."""
-        spans = [(fault.began, max(fault.ended, self._recovered(fault))) for fault in self.record.faults]
-        spans += [
-            (recovery.detected, recovery.step_committed or self.record.ended)
-            for recovery in self.record.recoveries or ()
-        ]
-        spans.sort()
-        longest: float | None = None
-        for gap in sorted(self.standstills(), key=lambda gap: gap.seconds, reverse=True):
-            if longest is not None and gap.seconds <= longest:
-                break
-            longest = max(longest or 0.0, gap.seconds - covered(gap, spans))
-        return longest
-
     def rejoined_s(self, fault: InjectedFault, replica: str) -> float:
         """Return the seconds from the fault's end to the replica's next live commit; infinity: none came."""
         return self._rejoined[self.record.faults.index(fault), replica]
 
     def _next_commit_s(self, fault: InjectedFault, replica: str) -> float:
         journal = self._evidence.run.journals.get(replica)
-        killed = fault.pids.get(replica) if fault.kills else None
+        killed = fault.pids.get(replica)
         pid: object = None
         for line in journal.lines if journal is not None else ():
             if line.event == "start":
@@ -129,11 +147,11 @@ class DrillTimes:
         return sentences
 
     def timeline(self, fault: InjectedFault) -> list[str]:
-        """Return what the replicas noted from the fault to their next commits, in seconds after it."""
+        """As in the base class."""
         notes: list[tuple[float, str]] = []
         waits = [self.rejoined_s(fault, name) for name in fault.targets]
         backs = [self.record.ended if math.isinf(wait) else fault.ended + wait for wait in waits]
-        until = max(self._recovered(fault), *backs, 0.0)
+        until = max(self._next(fault.ended), *backs, 0.0)
         for name, journal in self._evidence.run.journals.items():
             notes += [
                 (line.t - fault.began, f"{name}: {_note(line)}")
@@ -147,15 +165,10 @@ class DrillTimes:
         replica, last = lines[0].replica, lines[-1].t
         if replica not in fault.targets:
             return False
-        if fault.kills and fault.pids.get(replica) == lines[0].fields.get("pid"):
+        if fault.pids and fault.pids.get(replica) == lines[0].fields.get("pid"):
             return True
         back = fault.ended + self.rejoined_s(fault, replica)
         return fault.began - _SLACK_S <= last <= back
-
-    def _recovered(self, fault: InjectedFault) -> float:
-        """Return when the job committed again after the fault's end."""
-        place = bisect_left(self._commits, fault.ended)
-        return self._commits[place] if place < len(self._commits) else self.record.ended
 
     def _all_gaps(self) -> Iterator[CommitGap]:
         for lines in self._evidence.lives():
@@ -199,27 +212,24 @@ def _note(line: JournalLine) -> str:
 _OUTSIDE_LATE_S = 60.0
 
 
-class OutsideTimes:
-    """The measures of a drill without journals; the status was asked about once a second.
+class OutsideTimes(JobTimes):
+    """The measures of a drill without journals; the status was asked about once a second."""
 
-    It has the methods of ``DrillTimes``; what only journals tell is missing.
-    """
-
-    median_step_s = 0.0
+    early_s = 1.0
 
     def __init__(self, record: DrillRecord) -> None:
-        self._record = record
         self._recoveries = [x for x in record.recoveries or () if x.detected >= record.began]
         self._grown: list[tuple[float, int]] = []  # when the job's step grew, and to which step
         for sighting in sorted(record.sightings, key=lambda sighting: sighting.t):
             if not self._grown or sighting.step > self._grown[-1][1]:
                 self._grown.append((sighting.t, sighting.step))
+        super().__init__(record, [t for t, _ in self._grown])
 
     def value(self, measure: str) -> float | None:
         """Return the measured value, or None where only journals could give it."""
         if measure == "steps" and self._grown:
             return float(self._grown[-1][1] - self._grown[0][1])
-        if self._record.recoveries is None:
+        if self.record.recoveries is None:
             return None
         if measure == "steps_lost":
             return float(sum(recovery.steps_lost for recovery in self._recoveries))
@@ -227,28 +237,10 @@ class OutsideTimes:
             return float(len(self.unexplained_ends()))
         return None
 
-    def stall_s(self, fault: InjectedFault | None = None) -> float | None:
-        """Return None: the status tells no replica's own commits."""
-        return None
-
-    def timeline(self, fault: InjectedFault) -> list[str]:
-        """Return no notes: they are in journals."""
-        return []
-
-    def unexplained_s(self) -> float | None:
-        """Return the longest standstill, each without the time of faults and recoveries."""
-        # Faults and recoveries explain the time to the next growth of the step.
-        spans = [(fault.began - 1.0, self._next(fault.ended)) for fault in self._record.faults]
-        for recovery in self._recoveries:
-            until = recovery.step_committed or self._record.ended
-            spans.append((recovery.detected - 1.0, self._next(until)))
-        spans.sort()
-        return max((gap.seconds - covered(gap, spans) for gap in self.standstills()), default=None)
-
     def rejoined_s(self, fault: InjectedFault, replica: str) -> float:
         """Return the seconds from the fault's end until the lighthouse saw the replica at a newer step."""
         before = max((step for t, step in self._grown if t <= fault.ended), default=-1)
-        for sighting in self._record.sightings:
+        for sighting in self.record.sightings:
             if sighting.replica == replica and sighting.t >= fault.ended and sighting.step > before:
                 return sighting.t - fault.ended
         return math.inf
@@ -263,22 +255,9 @@ class OutsideTimes:
                 name in fault.targets
                 and recovery.detected - fault.began >= -_CLOCK_S
                 and recovery.detected <= fault.ended + _OUTSIDE_LATE_S
-                for fault in self._record.faults
+                for fault in self.record.faults
             )
         ]
-
-    def standstills(self) -> list[CommitGap]:
-        """Return the times between two growths of the job's step, up to the drill's end."""
-        times = [t for t, _ in self._grown]
-        if times:
-            times.append(max(self._record.ended, times[-1]))
-        return [CommitGap("", before, after - before) for before, after in pairwise(times)]
-
-    def _next(self, t: float) -> float:
-        return next((grown for grown, _ in self._grown if grown >= t), self._record.ended)
-
-
-Times = DrillTimes | OutsideTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,17 +272,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class DrillVerdict:
+class DrillVerdict(Verdict):
     """The whole result. ``mistakes``: faults that did nothing, or whose end the drill has not seen."""
 
     outcomes: tuple[Outcome, ...]
     faults: tuple[InjectedFault, ...]  # with their costs
     mistakes: tuple[str, ...]
-    broken: tuple[str, ...]
     disagreements: tuple[str, ...]
     unseen: tuple[str, ...]  # what the judge could not see
-    summary: RunSummary
-    evidence: Evidence
     median_step_s: float
 
     @property
@@ -370,7 +346,13 @@ def _defaults(record: DrillRecord) -> list[str]:
 class _Measures:
     """The measured values of one drill, with the reason of each bad value."""
 
-    def __init__(self, record: DrillRecord, verdict: Verdict, times: Times, differing: Sequence[str]) -> None:
+    def __init__(
+        self,
+        record: DrillRecord,
+        verdict: Verdict,
+        times: DrillTimes | OutsideTimes,
+        differing: Sequence[str],
+    ) -> None:
         self._record, self._summary, self._times = record, verdict.summary, times
         self._evidence, self._broken, self._differing = verdict.evidence, verdict.broken, differing
         self._untrue = list(untrue_headlines(record, verdict.evidence, times.median_step_s))
@@ -616,17 +598,18 @@ class TrainingReplicas:
     def least(self, t: float) -> set[str]:
         """Return the replicas that committed without a pause before ``t`` and after it, hit by no fault."""
         hit = {name for x in self._faults if x.began <= t <= x.ended + 2 * self.late_s for name in x.targets}
-        return {name for name in self._commits if self._is_steady(name, t)} - hit
+        steady = set()
+        for name in self._commits:
+            marks = [t - self.late_s, *(line.t for line in self._within(name, t - self.late_s, t)), t]
+            pause_s = max(after - before for before, after in pairwise(marks))
+            if pause_s < self.late_s / 2 and self._times[name][-1:] > [t]:
+                steady.add(name)
+        return steady - hit
 
     def away(self, t: float) -> set[str]:
         """Return the replicas that have trained before ``t``, and do not train at ``t``."""
         seen = {name for name, times in self._times.items() if times and times[0] < t}
         return seen - self.most(t) - self._finished
-
-    def _is_steady(self, name: str, t: float) -> bool:
-        marks = [t - self.late_s, *(line.t for line in self._within(name, t - self.late_s, t)), t]
-        pause_s = max(after - before for before, after in pairwise(marks))
-        return pause_s < self.late_s / 2 and self._times[name][-1:] > [t]
 
     def _steps(self, begin: float, end: float) -> list[int]:
         return [line.integer("step") for name in self._commits for line in self._within(name, begin, end)]

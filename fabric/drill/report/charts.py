@@ -1,11 +1,11 @@
-"""The pictures of the pages of the demo and of the drill as SVG text: values and events over wall time.
+"""The pictures of a drill's page as SVG text: values and events over wall time.
 
 This module draws from plain numbers; the page adds only tooltips and a legend. Colours are CSS variables of
 the page, so the pictures follow its light or dark scheme.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -43,16 +43,25 @@ class ChartSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class ChartFrame:
-    """The plotting area: wall time from 0 to ``seconds``, values from ``low`` to ``high``."""
+class ChartTime:
+    """The wall time of a run, from 0 to ``seconds``, with the events that every picture shows."""
 
     seconds: float
+    marks: Sequence[ChartMark] = ()
+    faults: Sequence[ChartSpan] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChartFrame:
+    """The plotting area: the time of ``run``, and values from ``low`` to ``high``."""
+
+    run: ChartTime
     low: float
     high: float
     height: int
 
     def x(self, t: float) -> float:
-        return round(LEFT + (WIDTH - LEFT - RIGHT) * t / max(self.seconds, 1e-9), 1)
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * t / max(self.run.seconds, 1e-9), 1)
 
     def y(self, value: float) -> float:
         part = (value - self.low) / max(self.high - self.low, 1e-12)
@@ -72,13 +81,11 @@ def nice_ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def curves(
-    series: Mapping[str, Sequence[Sequence[ChartPoint]]], marks: Sequence[ChartMark], seconds: float
-) -> str:
+def curves(series: Mapping[str, Sequence[Sequence[ChartPoint]]], run: ChartTime) -> str:
     """One line per process. ``series`` by replica, then by process, each ordered by time."""
     values = [point.value for lives in series.values() for points in lives for point in points]
-    frame = ChartFrame(seconds, min(values, default=0.0), max(values, default=1.0), 300)
-    parts = [_axes(frame, marks)]
+    frame = ChartFrame(run, min(values, default=0.0), max(values, default=1.0), 300)
+    parts = [_axes(frame)]
     for index, (replica, lives) in enumerate(series.items()):
         drawn = []
         for points in lives:
@@ -89,13 +96,11 @@ def curves(
     return _svg(frame, parts, "loss over wall time")
 
 
-def bars(
-    series: Mapping[str, Sequence[ChartPoint]], marks: Sequence[ChartMark], seconds: float, median: float
-) -> str:
+def bars(series: Mapping[str, Sequence[ChartPoint]], run: ChartTime, median: float) -> str:
     """Step times as thin columns side by side, with the median as a dashed line."""
     values = [point.value for points in series.values() for point in points]
-    frame = ChartFrame(seconds, 0.0, max(values, default=1.0) * 1.05 or 1.0, 260)
-    parts = [_axes(frame, marks)]
+    frame = ChartFrame(run, 0.0, max(values, default=1.0) * 1.05 or 1.0, 260)
+    parts = [_axes(frame)]
     for index, (replica, points) in enumerate(series.items()):
         drawn = []
         for point in points:
@@ -113,36 +118,16 @@ def bars(
     return _svg(frame, parts, "step times over wall time")
 
 
-def rosters(series: Mapping[str, Sequence[ChartSpan]], marks: Sequence[ChartMark], seconds: float) -> str:
+def rosters(series: Mapping[str, Sequence[ChartSpan]], run: ChartTime) -> str:
     """One row per replica, one bar per epoch it was a member of."""
     row = 34
-    frame = ChartFrame(seconds, 0.0, 1.0, TOP + BOTTOM + row * len(series))
-    parts = [_HATCH, _axes(frame, marks, values=False)]
+    frame = ChartFrame(run, 0.0, 1.0, TOP + BOTTOM + row * len(series))
+    parts = [_HATCH, _axes(frame, values=False)]
     for index, (replica, spans) in enumerate(series.items()):
         top = TOP + row * index + 5
         parts.append(f'<text class="name" x="4" y="{top + 17}">{escape(replica[:8])}</text>')
         parts.append(_of(replica, [_span(frame, span, top, row - 10, index) for span in spans]))
     return _svg(frame, parts, "epochs of every replica over wall time")
-
-
-def strokes(series: Mapping[str, Sequence[ChartPoint]], bands: Sequence[ChartSpan], seconds: float) -> str:
-    """One row per replica with a stroke per point, and each band across all rows."""
-    row = 30
-    frame = ChartFrame(seconds, 0.0, 1.0, TOP + BOTTOM + row * len(series))
-    parts = [_axes(frame, (), values=False)]
-    for band in bands:
-        x, width = frame.x(band.start), max(2.0, frame.x(band.end) - frame.x(band.start))
-        parts.append(
-            f'<rect class="fault" x="{x}" y="{TOP - 6}" width="{width:.1f}" '
-            f'height="{row * len(series) + 8}"><title>{escape(band.tip)}</title></rect>'
-        )
-    for index, (replica, points) in enumerate(series.items()):
-        top = TOP + row * index
-        parts.append(f'<text class="name" x="4" y="{top + 16}">{escape(replica[:8])}</text>')
-        for point in points:
-            x, kind = frame.x(point.t), "replayed" if point.hollow else "live"
-            parts.append(f'<line class="{kind}" x1="{x}" x2="{x}" y1="{top + 3}" y2="{top + row - 9}"/>')
-    return _svg(frame, parts, "commits of every replica over time, and the faults")
 
 
 _HATCH = (
@@ -178,10 +163,16 @@ def _of(replica: str, parts: Iterable[str]) -> str:
     return f'<g data-replica="{escape(replica)}">{"".join(parts)}</g>'
 
 
-def _axes(frame: ChartFrame, marks: Sequence[ChartMark], *, values: bool = True) -> str:
+def _axes(frame: ChartFrame, *, values: bool = True) -> str:
     bottom = frame.height - BOTTOM
     parts = []
-    for t in nice_ticks(0, frame.seconds, 10):
+    for fault in frame.run.faults:
+        x, width = frame.x(fault.start), max(2.0, frame.x(fault.end) - frame.x(fault.start))
+        parts.append(
+            f'<rect class="fault" x="{x}" y="{TOP}" width="{width:.1f}" height="{bottom - TOP}" '
+            f'data-tip="{escape(fault.tip)}"/>'
+        )
+    for t in nice_ticks(0, frame.run.seconds, 10):
         x = frame.x(t)
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{TOP}" y2="{bottom}"/>')
         parts.append(f'<text x="{x}" y="{bottom + 17}" text-anchor="middle">{t:g} s</text>')
@@ -189,18 +180,12 @@ def _axes(frame: ChartFrame, marks: Sequence[ChartMark], *, values: bool = True)
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{value:g}</text>')
-    parts.extend(_mark(frame.x, mark, bottom) for mark in marks)
+    for mark in frame.run.marks:
+        x = frame.x(mark.t)
+        shift, anchor = (-5, "end") if x > WIDTH - 120 else (5, "start")
+        parts.append(f'<line class="{mark.kind}" x1="{x}" x2="{x}" y1="6" y2="{bottom}"/>')
+        parts.append(f'<text x="{x + shift}" y="14" text-anchor="{anchor}">{escape(mark.label)}</text>')
     return "".join(parts)
-
-
-def _mark(x_of: Callable[[float], float], mark: ChartMark, bottom: int) -> str:
-    x = x_of(mark.t)
-    anchor = "end" if x > WIDTH - 120 else "start"
-    shift = -5 if anchor == "end" else 5
-    return (
-        f'<line class="{mark.kind}" x1="{x}" x2="{x}" y1="6" y2="{bottom}"/>'
-        f'<text x="{x + shift}" y="14" text-anchor="{anchor}">{escape(mark.label)}</text>'
-    )
 
 
 def _svg(frame: ChartFrame, parts: Iterable[str], label: str) -> str:

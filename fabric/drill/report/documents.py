@@ -1,20 +1,31 @@
 """The verdict as a JSON document, as JUnit XML and as a page, which needs no network and no other file."""
 
+import json
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 from xml.etree import ElementTree
 
-from fabric.audit.journal import lines_of
-from fabric.audit.summary import RunSummary
+from fabric.audit.journal import JournalLine, ReplicaJournal, lines_of
+from fabric.audit.summary import RunSummary, mean_loss, step_gaps
 from fabric.drill.judge.drill_record import InjectedFault
 from fabric.drill.judge.drill_verdict import DrillVerdict
-from fabric.drill.report.charts import ChartPoint, ChartSpan, strokes
+from fabric.drill.report.charts import (
+    ChartMark,
+    ChartPoint,
+    ChartSpan,
+    ChartTime,
+    bars,
+    colour,
+    curves,
+    rosters,
+)
 from fabric.model import printable
 
 # A verdict as tables of text, for the terminal and for the pages of the drill and of the demo.
@@ -51,7 +62,7 @@ def fault_table(verdict: DrillVerdict) -> TextTable:
             fault.title,
             f"{fault.ended - fault.began:.1f} s",
             _seconds(fault.stall_s),
-            _rejoined(fault),
+            _seconds(max(fault.rejoined_s.values(), default=None)),
             fault.observed or "NO EFFECT SEEN",
         )
         for fault in verdict.faults
@@ -146,35 +157,16 @@ def html_facts(*facts: tuple[str, str]) -> str:
     return "".join(f'<div class="fact"><b>{value}</b><span>{name}</span></div>' for value, name in facts)
 
 
-def _rejoined(fault: InjectedFault) -> str:
-    if not fault.rejoined_s:
-        return "-"
-    worst = max(fault.rejoined_s.values())
-    return "never" if math.isinf(worst) else f"{worst:.3f} s"
-
-
 def _seconds(value: float | None, missing: str = "-") -> str:
-    return missing if value is None else f"{value:.3f} s"
+    return missing if value is None else "never" if math.isinf(value) else f"{value:.3f} s"
 
 
 def as_json(verdict: DrillVerdict) -> dict[str, Any]:
     """Return the JSON object; a replica that never returned has null seconds."""
     return {
         "holds": verdict.holds,
-        "expectations": [
-            {
-                "expectation": outcome.expectation,
-                "holds": outcome.holds,
-                "value": _finite(outcome.value),
-                "shown": outcome.shown,
-                "why": outcome.why,
-            }
-            for outcome in verdict.outcomes
-        ],
-        "mistakes": list(verdict.mistakes),
-        "broken": list(verdict.broken),
-        "disagreements": list(verdict.disagreements),
-        "unseen": list(verdict.unseen),
+        "expectations": [{**asdict(x), "value": _finite(x.value)} for x in verdict.outcomes],
+        **{name: list(getattr(verdict, name)) for name in ("mistakes", "broken", "disagreements", "unseen")},
         "faults": [_fault(fault) for fault in verdict.faults],
         "median_step_s": verdict.median_step_s,
         "summary": verdict.summary.as_json(),
@@ -198,15 +190,11 @@ def as_junit(verdict: DrillVerdict) -> bytes:
 
 
 def _fault(fault: InjectedFault) -> dict[str, Any]:
+    plain = ("about", "began", "ended", "observed", "undone", "stall_s")
     return {
         "fault": fault.name,
         "targets": list(fault.targets),
-        "about": fault.about,
-        "began": fault.began,
-        "ended": fault.ended,
-        "observed": fault.observed,
-        "undone": fault.undone,
-        "stall_s": fault.stall_s,
+        **{name: getattr(fault, name) for name in plain},
         "rejoined_s": {name: _finite(seconds) for name, seconds in fault.rejoined_s.items()},
         "timeline": list(fault.timeline),
     }
@@ -216,17 +204,35 @@ def _finite(value: float | None) -> float | None:
     return None if value is None or math.isinf(value) else value
 
 
+def write_reports(verdict: DrillVerdict, folder: Path, command: str, title: str) -> None:
+    """Write the page, the JSON and the JUnit XML; ``command`` is the line that repeats the drill."""
+    page = page_of(verdict, command, title).encode(
+        errors="backslashreplace"
+    )  # JSON can have half a character
+    (folder / "report.html").write_bytes(page)
+    document = {"command": command, **as_json(verdict)}
+    (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (folder / "junit.xml").write_bytes(as_junit(verdict))
+
+
+# A picture has at most so many commits of each replica, and so many labels.
 _MOST_STEPS = 4000
+_MOST_MARKS = 20
 
 
-def page_of(verdict: DrillVerdict, command: str) -> str:
+def page_of(verdict: DrillVerdict, command: str, title: str) -> str:
     """Return the page as text; ``command`` is the line that repeats the drill."""
-    template = Template((files("fabric.drill.report") / "drill_page.html").read_text(encoding="utf-8"))
-    summary, stall = verdict.summary, max((fault.stall_s or 0.0 for fault in verdict.faults), default=0.0)
+    template = Template((files("fabric.drill.report") / "page.html").read_text(encoding="utf-8"))
+    summary, names = verdict.summary, sorted(verdict.evidence.run.journals)
+    stall = max((fault.stall_s or 0.0 for fault in verdict.faults), default=0.0)
     return template.substitute(
-        verdict="The job held." if verdict.holds else "The job did not hold.",
-        verdict_class="good" if verdict.holds else "bad",
+        title=escape(title),
         command=escape(command),
+        verdict=_promises(verdict),
+        verdict_class="good" if verdict.holds and not verdict.broken else "bad",
+        sentences=html_list(
+            [*verdict.mistakes, *verdict.broken[:50], *verdict.disagreements[:50], *verdict.unseen]
+        ),
         facts=html_facts(
             (str(len(verdict.faults)), "faults"),
             (str(summary.steps), "committed steps"),
@@ -234,14 +240,19 @@ def page_of(verdict: DrillVerdict, command: str) -> str:
             (f"{summary.samples_skipped}, {summary.samples_repeated}", "samples skipped, repeated"),
             (f"{verdict.median_step_s:.3f} s", "median step"),
             (f"{stall:.3f} s", "longest stall at a fault"),
+            (f"{summary.final_loss:.4f}", "final loss"),
         ),
-        picture=_picture(verdict),
+        legend="".join(
+            f'<button data-replica="{escape(name)}" aria-pressed="true">'
+            f'<i style="background:{colour(index)}"></i>{escape(name)}</button>'
+            for index, name in enumerate(names)
+        ),
+        **_pictures(verdict),
         expectations=html_table(expectation_table(verdict)),
-        sentences=html_list(
-            [*verdict.mistakes, *verdict.broken[:50], *verdict.disagreements[:50], *verdict.unseen]
-        ),
         faults=html_table(fault_table(verdict)),
         kinds=html_table(kind_table(verdict)),
+        failures=html_table(failure_table(summary), "No process failed."),
+        joins=html_table(join_table(summary), "No process joined the running job."),
         timelines="".join(
             f"<details><summary>{escape(fault.title)}</summary>{html_list(fault.timeline)}</details>"
             for fault in verdict.faults
@@ -249,23 +260,77 @@ def page_of(verdict: DrillVerdict, command: str) -> str:
     )
 
 
-def _picture(verdict: DrillVerdict) -> str:
-    """Draw the commits of every replica over time, with the faults as bands."""
-    journals = verdict.evidence.run.journals
-    commits = {name: lines_of(journal.lines, "commit") for name, journal in sorted(journals.items())}
-    times = [line.t for lines in commits.values() for line in lines]
-    if not times:
-        return "<p>No replica committed a step.</p>"
+def _promises(verdict: DrillVerdict) -> str:
+    """Return what the journals say about the promises of the protocol, in one sentence."""
+    summary = verdict.summary
+    if verdict.broken:
+        return f"{len(verdict.broken)} promises of the protocol were broken."
+    if not verdict.evidence.commits:
+        return "No journal tells whether the promises of the protocol were kept."
+    if summary.steps_lost or summary.samples_skipped:
+        return (
+            f"Every promise of the protocol was kept; {summary.steps_lost} steps were lost and "
+            f"{summary.samples_skipped} samples skipped."
+        )
+    return (
+        "Every step was committed once, with every sample counted once, and all replicas hold the same bits."
+    )
+
+
+def _pictures(verdict: DrillVerdict) -> dict[str, str]:
+    """Draw the losses, the rosters and the step times over wall time, with the faults as bands."""
+    evidence, summary = verdict.evidence, verdict.summary
+    journals = dict(sorted(evidence.run.journals.items()))
+    times = [line.t for journal in journals.values() for line in journal.lines]
+    if not evidence.commits:
+        return dict.fromkeys(("loss", "roster", "steps"), "<p>No replica committed a step.</p>")
     zero, seconds = min(times), max(times) - min(times)
+    marks = [ChartMark(x.t - zero, "kill", f"{x.replica} dies") for x in summary.failure_list]
+    marks += [ChartMark(x.t - zero, "join", f"{x.replica} joins") for x in summary.join_list]
 
     def after(t: float) -> float:
         return min(max(t - zero, 0.0), seconds)
 
-    points = {
-        name: [
-            ChartPoint(after(x.t), 0.0, "", x.flag("replay")) for x in lines[:: 1 + len(lines) // _MOST_STEPS]
-        ]
-        for name, lines in commits.items()
-    }
     bands = [ChartSpan(after(x.began), after(x.ended), f"{x.title}: {x.observed}") for x in verdict.faults]
-    return strokes(points, bands, seconds)
+    run = ChartTime(seconds, marks if len(marks) <= _MOST_MARKS else (), bands)
+
+    def loss_at(line: JournalLine) -> ChartPoint:
+        replay, loss = line.flag("replay"), mean_loss(line.fields)
+        tip = f"{line.replica}, step {line.integer('step')}: {loss:.4f}{' (replayed)' if replay else ''}"
+        return ChartPoint(line.t - zero, loss, tip, hollow=replay)
+
+    every = 1 + max(len(lines_of(x.lines, "commit")) for x in journals.values()) // _MOST_STEPS
+    losses = {
+        name: [list(map(loss_at, lines_of(life, "commit")[::every])) for life in journal.incarnations()]
+        for name, journal in journals.items()
+    }
+    gaps: dict[str, list[ChartPoint]] = {name: [] for name in journals}
+    for line, gap in step_gaps(evidence):
+        tip = f"{line.replica}, step {line.integer('step')}: {gap:.3f} s"
+        gaps[line.replica].append(ChartPoint(line.t - zero, gap, tip))
+    # A stall must not be left out: of neighbouring steps the longest is drawn.
+    longest = {
+        name: [max(points[i : i + every], key=lambda x: x.value) for i in range(0, len(points), every)]
+        for name, points in gaps.items()
+    }
+    spans = {name: _spans(journal, zero) for name, journal in journals.items()}
+    return {
+        "loss": curves(losses, run),
+        "roster": rosters(spans, run),
+        "steps": bars(longest, run, summary.median_step_s),
+    }
+
+
+def _spans(journal: ReplicaJournal, zero: float) -> list[ChartSpan]:
+    """Return the replica's epoch over time, from each epoch line of its journal to the next."""
+    spans: list[ChartSpan] = []
+    for lines in journal.incarnations():
+        start, epoch = lines[0].t - zero, None
+        for line in (*lines_of(lines, "epoch"), lines[-1]):
+            end = line.t - zero
+            what = "starts or catches up" if epoch is None else f"in epoch {epoch}"
+            tip = f"{journal.replica} {what}, {start:.2f} s to {end:.2f} s"
+            spans.append(ChartSpan(start, end, tip, epoch))
+            is_member = journal.replica in line.fields.get("roster", ())
+            start, epoch = end, line.integer("epoch") if is_member else None
+    return spans

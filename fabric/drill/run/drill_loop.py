@@ -20,13 +20,12 @@ from fabric.drill.judge.drill_record import (
 )
 from fabric.drill.run.journal_watch import JournalWatch
 from fabric.drill.run.started_faults import DrillScene, play
-from fabric.drill.run.started_job import JOB, JobOptions, StartedJob
+from fabric.drill.run.started_job import JobOptions, StartedJob
 from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
 from fabric.errors import FabricError
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
-# Each replica commits so many steps before the first fault, and after a fault before the next.
-WARM_STEPS = 3
+# Each replica commits so many steps after a fault before the next.
 BACK_STEPS = 2
 WARM_S = 300.0
 BACK_S = 240.0
@@ -169,14 +168,15 @@ class DrillRun:
     options: JobOptions
     schedule: DrillSchedule
     say: Callable[[str], None]
+    follow: Callable[[JournalWatch, list[str]], None] = lambda *_: None  # hears what the journals tell
 
     def run(self) -> DrillRecord:
         """Run the drill; return its records. Raises FabricError where the job or the drill cannot go on."""
         with StartedJob(self.options) as job, closing(UndoGuard()) as guard:
-            watch = JournalWatch({name: job.journal(name) for name in job.replicas})
-            scene = DrillScene(DrilledProcesses(JOB, job.processes.mark), watch, guard, job)
-            urls = ", ".join(job.urls.values())
-            self.say(f"the job runs; lighthouse: {urls} (token: {job.token_file})")
+            watch = JournalWatch({name: job.journal(name) for name in job.replicas}, self.follow)
+            scene = DrillScene(DrilledProcesses(job.name, job.processes.mark), watch, guard, job)
+            for sentence in job.ways_in():
+                self.say(sentence)
             drill = ScheduledDrill(
                 job.client,
                 self.schedule,
@@ -187,7 +187,7 @@ class DrillRun:
                 pause=scene.pause,
                 is_over=job.is_over,
             )
-            if cold := drill.wait(WARM_S, _committed(watch, WARM_STEPS)):
+            if cold := drill.wait(WARM_S, _committed(watch, self.schedule.warm_steps)):
                 raise FabricError(f"the job took over {WARM_S:g} s to warm up ({cold}): see its logs")
             record = drill.run()
         for name, counts in watch.counts().items() if record.is_over else ():
@@ -202,6 +202,8 @@ def _play(scene: DrillScene, fault: ScheduledFault) -> list[InjectedFault]:
     for record in played:
         evidence = {"observed": record.observed, "undone": record.undone}
         scene.job.note("fault", record.began, fault=record.title, **evidence)
+        for replica, pid in record.pids.items():
+            scene.job.note("kill", record.began, replica=replica, pid=pid)
     return played
 
 

@@ -1,12 +1,12 @@
 """The replicas of a job as a drill and the demo see them, from their journals as they grow."""
 
-import json
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fabric.audit.journal import MAX_LINE_BYTES
+from fabric.audit.journal import MAX_LINE_BYTES, decode_entry
 from fabric.audit.summary import mean_loss
 
 # The times of so many newest live commits of a replica are kept.
@@ -99,7 +99,7 @@ class JournalFollower:
             return []
         self._offset += len(arrived)
         *lines, self._rest = (self._rest + arrived).split(b"\n")
-        entries = [entry for entry in map(_decode, lines) if entry is not None]
+        entries = [x for x in map(decode_entry, lines) if x is not None and isinstance(x.get("event"), str)]
         for entry in entries:
             if entry["event"] == "start" or not self.counts:
                 self.counts.append(0)
@@ -110,7 +110,11 @@ class JournalFollower:
 class JournalWatch:
     """All replicas of a job, by name."""
 
-    def __init__(self, paths: dict[str, Path]) -> None:
+    def __init__(
+        self, paths: dict[str, Path], follow: Callable[["JournalWatch", list[str]], None] = lambda *_: None
+    ) -> None:
+        """``follow`` hears at each look what is new, in sentences for people."""
+        self._follow = follow
         self.replicas = {name: WatchedReplica(name) for name in paths}
         self._followers = {name: JournalFollower(path) for name, path in paths.items()}
 
@@ -118,12 +122,12 @@ class JournalWatch:
     def lines(self) -> int:
         return sum(sum(follower.counts) for follower in self._followers.values())
 
-    def look(self) -> list[str]:
-        """Read the lines that were appended since the last look; return sentences for people."""
+    def look(self) -> None:
+        """Read the lines that were appended since the last look."""
         sentences = []
         for name, follower in self._followers.items():
             sentences += [self.replicas[name].take(entry) for entry in follower.poll()]
-        return [sentence for sentence in sentences if sentence]
+        self._follow(self, [sentence for sentence in sentences if sentence])
 
     def counts(self) -> dict[str, list[int]]:
         """Return, by replica, the number of complete lines of each process, read to the end."""
@@ -132,11 +136,3 @@ class JournalWatch:
             before = self.lines
             self.look()
         return {name: list(follower.counts) for name, follower in self._followers.items()}
-
-
-def _decode(raw: bytes) -> dict[str, Any] | None:
-    try:
-        entry = json.loads(raw)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("event"), str) else None

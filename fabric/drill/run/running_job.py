@@ -16,12 +16,12 @@ from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
 from fabric.drill.schedule.fault_table import FaultNeed, FaultScope
 from fabric.errors import FabricError, Refused
 from fabric.runtime.http.lighthouse_client import Lighthouses, understood
+from fabric.runtime.system_calls import boot_id
 
 # The lighthouse ends a drill that is not renewed for ten seconds.
 _RENEW_S = 2.0
 _POLL_S = 0.2
 SEEN_S, UNDONE_S = 120.0, 240.0
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class DrilledReplica:
 
 
 class RunningJob:
-    """The job as the lighthouse shows it."""
+    """A job as the lighthouse shows it, and its drill. ``say`` gets a sentence for all that happens."""
 
-    def __init__(self, client: Lighthouses) -> None:
-        self.client = client
-        self.drill = ""
+    def __init__(self, client: Lighthouses, say: Callable[[str], None]) -> None:
+        self._client, self._say = client, say
+        self._drill = ""  # the name of the drill in progress
 
     def replicas(self) -> dict[str, DrilledReplica]:
         """Return the replicas that allow drills, by name. Raises FabricError."""
@@ -54,102 +54,75 @@ class RunningJob:
         met = {FaultNeed.TRAINERS}
         return frozenset(met | ({FaultNeed.TWO_REPLICAS} if len(self.replicas()) > 2 else set()))
 
-    def begin(self, who: str, why: str, may_lose: bool) -> None:
-        """Begin the drill. Raises Refused with the lighthouse's sentence."""
+    def drill(
+        self, schedule: DrillSchedule, who: str, why: str, *, may_lose: bool, journals: Path | None
+    ) -> DrillRecord:
+        """Play the schedule; return the records. ``journals``: a folder with those that this host can read.
+
+        Raises FabricError where the drill cannot begin or go on.
+        """
+        self._check_hosts(schedule)
+        pause = partial(time.sleep, _POLL_S)
+        drill = ScheduledDrill(self._client, schedule, self._say, self._play, self._steps, self._back, pause)
+        began = time.time()
         answer = self._ask("drill", body={"who": who, "why": why, "yes_lose_it": may_lose})
         with understood("the lighthouse"):
-            self.drill = str(answer["drill"])
-
-    def renew(self) -> None:
-        self._ask("drill", "renew", body={"drill": self.drill})
-
-    def inject(self, name: str, replica: str, seconds: float, point: str) -> int:
-        """Order a fault; return its number. Raises Refused where the replica is gone."""
-        body = {"drill": self.drill, "fault": name, "replica": replica, "seconds": seconds, "point": point}
-        answer = self._ask("drill", "fault", body=body)
-        with understood("the lighthouse"):
-            return int(answer["faults"][-1]["number"])
-
-    def end(self) -> None:
-        """End the drill; nothing happens if it is over."""
-        with suppress(FabricError):
-            self._ask("drill", "end", body={"drill": self.drill})
-
-    def fault(self, number: int) -> dict[str, Any]:
-        """Return what is known of a fault of this drill. Raises Refused if the drill is over."""
-        answer = self._ask("drill")
-        if answer.get("drill") != self.drill:
-            raise Refused(
-                f"the drill {self.drill} is over before its time: another lighthouse leads, or it was not "
-                "renewed; drill again"
-            )
-        with understood("the lighthouse"):
-            return dict(answer["faults"][number - 1])
-
-    def steps(self) -> dict[str, int]:
-        """Return the steps of the connected members that run; empty where no lighthouse answers."""
-        with suppress(FabricError, TypeError, LookupError, ValueError):
-            members = self.client.ask(self.client.path())["members"]
-            running = [x for x in members if x.get("connected") and str(x.get("phase")).startswith("run")]
-            return {str(x["replica"]): int(x["step"]) for x in running}
-        return {}
-
-    def _ask(self, *rest: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        answer = self.client.ask(self.client.path(*rest), body)
-        if not isinstance(answer, dict):
-            raise Refused("the lighthouse answered no drill: use a lighthouse of this version")
-        return answer
-
-
-@dataclass(frozen=True, slots=True)
-class RunningDrill:
-    """One drill of a running job. ``say`` gets a sentence for each thing that happens."""
-
-    job: RunningJob
-    schedule: DrillSchedule
-    say: Callable[[str], None]
-    who: str
-    why: str
-    may_lose: bool = False
-    journals: Path | None = None  # a folder with the journals of the replicas, if this host can read them
-
-    def run(self) -> DrillRecord:
-        """Run the drill; return its records. Raises FabricError where it cannot begin or go on."""
-        job = self.job
-        self._check_hosts()
-        drill = ScheduledDrill(
-            job.client,
-            self.schedule,
-            self.say,
-            self._play,
-            job.steps,
-            self._back,
-            partial(time.sleep, _POLL_S),
-        )
-        began = time.time()
-        job.begin(self.who, self.why, self.may_lose)
-        self.say(f"drill {job.drill} of job {job.client.job}: see `fabric events`")
+            self._drill = str(answer["drill"])
+        self._say(f"drill {self._drill} of job {self._client.job}: see `fabric events`")
         over = threading.Event()
-        renewing = threading.Thread(target=_renew, args=(job, over), name="fabric-drill-renew", daemon=True)
+        renewing = threading.Thread(target=self._renew, args=(over,), name="fabric-drill-renew", daemon=True)
         renewing.start()
         try:
             record = drill.run()
         finally:
             over.set()
             renewing.join()
-            job.end()
-        journals = {} if self.journals is None else read_journals(self.journals)
-        if self.journals is not None and not journals:
-            self.say(f"{self.journals} holds no journal, so none is read")
-        return replace(record, run=RecordedRun(journals), began=began, ended=time.time())
+            with suppress(FabricError):  # the drill is over already
+                self._ask("drill", "end", body={"drill": self._drill})
+        read = {} if journals is None else read_journals(journals)
+        if journals is not None and not read:
+            self._say(f"{journals} holds no journal, so none is read")
+        return replace(record, run=RecordedRun(read), began=began, ended=time.time())
+
+    def _renew(self, over: threading.Event) -> None:
+        while not over.wait(_RENEW_S):
+            with suppress(FabricError):  # the next question about a fault says that the drill is over
+                self._ask("drill", "renew", body={"drill": self._drill})
+
+    def _fault(self, number: int) -> dict[str, Any]:
+        """Return what is known of a fault of this drill. Raises Refused if the drill is over."""
+        answer = self._ask("drill")
+        if answer.get("drill") != self._drill:
+            raise Refused(
+                f"the drill {self._drill} is over before its time: another lighthouse leads, or it was not "
+                "renewed; drill again"
+            )
+        with understood("the lighthouse"):
+            return dict(answer["faults"][number - 1])
+
+    def _steps(self) -> dict[str, int]:
+        """Return the steps of the connected members that run; empty where no lighthouse answers."""
+        with suppress(FabricError, TypeError, LookupError, ValueError):
+            members = self._client.ask(self._client.path())["members"]
+            running = [x for x in members if x.get("connected") and str(x.get("phase")).startswith("run")]
+            return {str(x["replica"]): int(x["step"]) for x in running}
+        return {}
+
+    def _ask(self, *rest: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        answer = self._client.ask(self._client.path(*rest), body)
+        if not isinstance(answer, dict):
+            raise Refused("the lighthouse answered no drill: use a lighthouse of this version")
+        return answer
 
     def _play(self, fault: ScheduledFault) -> list[InjectedFault]:
-        job = self.job
-        replicas = job.replicas()
+        replicas = self.replicas()
         targets = _targets(fault, tuple(sorted(replicas)))
         kind = "kill" if fault.fault in ("kill-two", "kill-all") else fault.fault
         began = time.time()
-        numbers = [job.inject(kind, name, fault.duration_s, fault.point) for name in targets]
+        order = {"drill": self._drill, "fault": kind, "point": fault.point, "seconds": fault.duration_s}
+        answers = [self._ask("drill", "fault", body={**order, "replica": name}) for name in targets]
+        with understood("the lighthouse"):
+            numbers = [int(answer["faults"][-1]["number"]) for answer in answers]
         observed = self._evidence(numbers, "observed", max(SEEN_S, fault.duration_s))
         is_kill = kind == "kill"
         undone = self._evidence(numbers, "undone", fault.duration_s + UNDONE_S)
@@ -162,17 +135,16 @@ class RunningDrill:
                 observed=observed,
                 undone=undone,
                 pids={name: replicas[name].pid for name in targets if name in replicas} if is_kill else {},
-                kills=is_kill,
             )
         ]
 
     def _back(self) -> Callable[[], bool]:
-        names = set(self.job.replicas()) | set(self.job.steps())
+        names = set(self.replicas()) | set(self._steps())
         before = -1  # the job's step when all replicas ran again; after a cold start it may be a lower one
 
         def have() -> bool:
             nonlocal before
-            steps = self.job.steps()
+            steps = self._steps()
             if not names or not names <= set(steps):
                 return False
             before = max(steps.values()) if before < 0 else before
@@ -184,7 +156,7 @@ class RunningDrill:
         """Wait for the evidence of all orders; return it, or an empty string. Raises Refused."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
-            states = [self.job.fault(number) for number in numbers]
+            states = [self._fault(number) for number in numbers]
             if problem := next((str(x["problem"]) for x in states if x["problem"]), ""):
                 raise Refused(f"{states[0]['fault']} {states[0]['replica']} cannot be played: {problem}")
             if all(x[name] for x in states):
@@ -192,22 +164,16 @@ class RunningDrill:
             time.sleep(_POLL_S)
         return ""
 
-    def _check_hosts(self) -> None:
+    def _check_hosts(self, schedule: DrillSchedule) -> None:
         """Raise Refused where a fault of a whole host would hit the drill's own."""
-        replicas, own = self.job.replicas(), _BOOT_ID.read_text().strip()
-        for fault in self.schedule.faults:
+        replicas, own = self.replicas(), boot_id()
+        for fault in schedule.faults:
             target = replicas.get(fault.target)
             if fault.kind.scope is FaultScope.REPLICA_HOST and target is not None and target.host == own:
                 raise Refused(
                     f"{fault.fault} {fault.target} would hit this host, on which the drill itself runs: "
                     "drill from another host"
                 )
-
-
-def _renew(job: RunningJob, over: threading.Event) -> None:
-    while not over.wait(_RENEW_S):
-        with suppress(FabricError):  # the next question about a fault says that the drill is over
-            job.renew()
 
 
 def _targets(fault: ScheduledFault, names: tuple[str, ...]) -> tuple[str, ...]:

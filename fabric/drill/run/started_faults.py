@@ -9,14 +9,15 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
 from fabric.drill.injection.played_faults import (
-    ORDERS,
+    PLAYERS,
     Evidence,
     PlayedFault,
     Script,
@@ -25,11 +26,8 @@ from fabric.drill.injection.played_faults import (
     continued,
     gone,
     kill,
-    kill_server,
-    memory,
-    obey,
-    slow,
-    stop,
+    order_of,
+    stop_process,
 )
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.drill.judge.drill_record import InjectedFault
@@ -37,7 +35,7 @@ from fabric.drill.run.journal_watch import JournalWatch
 from fabric.drill.run.started_job import StartedJob
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import FabricError, Refused
-from fabric.runtime.drill_orders import MOST_SECONDS, PointOrder
+from fabric.runtime.drill_orders import PointOrder
 from fabric.runtime.local_job import POLL_S, wait_for
 
 # The drill waits so long for the evidence that a fault happened, and for the evidence of its end.
@@ -79,9 +77,12 @@ class DrillScene:
         self.watch.look()
         self.job.is_over()
 
-    def trainers(self, names: Iterable[str]) -> dict[str, ProcessTarget]:
-        """Return the trainers by replica. Raises Refused where one is gone."""
-        return {name: self.processes.trainer(name) for name in names}
+    @property
+    def drill(self) -> str:
+        return self.job.folder.name[:64]
+
+    def run_dir(self, replica: str) -> Path:
+        return self.job.run_dir(replica)
 
     def service(self, name: str) -> ProcessTarget:
         return ProcessTarget(self.job.processes.pid_of(name))
@@ -97,10 +98,6 @@ class DrillScene:
             return "; ".join(f"process {view.pid} of {view.replica} started" for view in views)
 
         return evidence
-
-    def order(self, fault: ScheduledFault, action: str, point: str) -> PointOrder:
-        """Return an order to a trainer's drill socket."""
-        return PointOrder(self.job.title, point, action, fault.duration_s or MOST_SECONDS, fault.step or 0)
 
 
 T = TypeVar("T")
@@ -120,6 +117,8 @@ def play(scene: DrillScene, wanted: ScheduledFault) -> list[InjectedFault]:
     try:
         while time.monotonic() < until or (not fault.observed and time.monotonic() < deadline):
             fault.look()
+            for name in fault.pids:
+                scene.watch.replicas[name].phase = "killed"
             if fault.observed and time.monotonic() >= until:
                 break
             scene.pause()
@@ -131,50 +130,11 @@ def play(scene: DrillScene, wanted: ScheduledFault) -> list[InjectedFault]:
     while not fault.undone and time.monotonic() < deadline:
         scene.pause()
         fault.look()
-    lasts = bool(wanted.duration_s)
-    return [*(_record(x, x.began) for x in fault.earlier), _record(fault, ended if lasts else fault.began)]
-
-
-def _record(fault: PlayedFault, ended: float) -> InjectedFault:
-    return InjectedFault(
-        name=fault.name,
-        targets=fault.targets,
-        began=fault.began,
-        ended=ended,
-        about=fault.about,
-        observed=fault.observed,
-        undone=fault.undone,
-        pids=dict(fault.pids),
-        kills=bool(fault.pids),
-    )
+    fault.ended = ended if wanted.duration_s else fault.began
+    return [*fault.earlier, fault]
 
 
 # --- trainers -----------------------------------------------------------------------------------------
-
-
-def _kill(scene: DrillScene, fault: PlayedFault, names: Sequence[str]) -> Script:
-    processes, restarted = scene.trainers(names), scene.restarted(names)
-    return kill(fault, processes, restarted)
-
-
-def _obey(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
-    """The trainer stands still or dies at a point, or changes its gradient or its clock."""
-    name = wanted.target
-    action, point = ORDERS.get(wanted.fault, (wanted.fault, wanted.point))
-    process, restarted = scene.processes.trainer(name), scene.restarted((name,))
-    fault.targets, fault.pids = (name,), {name: process.pid} if action == "kill" else {}
-    order = scene.order(wanted, action, wanted.point or point)
-    return obey(fault, scene.job.run_dir(name), order, process, restarted)
-
-
-def _stop(
-    player: Callable[[PlayedFault, ProcessTarget, UndoGuard], Script],
-    scene: DrillScene,
-    fault: PlayedFault,
-    wanted: ScheduledFault,
-) -> Script:
-    fault.targets = (wanted.target,)
-    return player(fault, scene.processes.trainer(wanted.target), scene.guard)
 
 
 def _kill_joining(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
@@ -213,7 +173,7 @@ def kill_recovering(scene: DrillScene, fault: PlayedFault, names: tuple[str, str
     The second trainer is stopped before the first dies. No recovery ends without its report, so the second
     kill surely hits a recovery.
     """
-    processes, restarted = scene.trainers(names), scene.restarted(names)
+    processes, restarted = {name: scene.processes.trainer(name) for name in names}, scene.restarted(names)
     first, second = processes.values()
     fault.targets = names[1:]
     with continued(second, scene.guard):
@@ -249,7 +209,7 @@ def kill_recovering(scene: DrillScene, fault: PlayedFault, names: tuple[str, str
 def _kill_micro_batch(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
     """Micro-batch 0 of one step kills each trainer that computes it, until the lighthouse calls it poison."""
     names = scene.replicas
-    processes, ahead, deadly = scene.trainers(names), _STEPS_AHEAD, -1
+    processes, ahead, deadly = {name: scene.processes.trainer(name) for name in names}, _STEPS_AHEAD, -1
     restarted = {name: scene.restarted((name,)) for name in names}
     sent: list[SentOrder] = []
     while not fault.is_ended:
@@ -259,7 +219,7 @@ def _kill_micro_batch(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFa
             for order in sent:
                 order.close()
             deadly, ahead = newest + ahead, 2 * ahead
-            at = PointOrder(scene.job.title, "forward", "kill", step=deadly, micro_batch=0)
+            at = PointOrder(scene.drill, "forward", "kill", step=deadly, micro_batch=0)
             sent = [SentOrder(scene.job.run_dir(name), at) for name in names]
         if len(dead) >= _DEATHS:
             fault.began = fault.began or time.time()
@@ -274,7 +234,7 @@ def _kill_micro_batch(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFa
 
 def _flip_snapshots(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -> Script:
     """A bit flips in all snapshots in memory, and the target dies: its next process must refuse them."""
-    name, order = wanted.target, scene.order(wanted, "flip", "publish")
+    name, order = wanted.target, order_of(scene, wanted, "flip", "publish")
     sent = {replica: SentOrder(scene.job.run_dir(replica), order) for replica in scene.replicas}
 
     def look() -> None:
@@ -286,7 +246,7 @@ def _flip_snapshots(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFaul
         while not fault.is_ended and not all(flip.hits >= _FLIPPED for flip in sent.values()):
             look()
             yield ""
-        death = _kill(scene, fault, (name,)) if not fault.is_ended else death
+        death = kill(scene, fault, (name,)) if not fault.is_ended else death
         while not fault.is_ended:
             look()
             died, refusal = next(death), scene.watch.replicas[name].refusal
@@ -307,7 +267,7 @@ def _flip_snapshots(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFaul
 def _death(name: str, pid: int, began: float) -> PlayedFault:
     """Return the kill of a trainer that another fault has played before its own."""
     return PlayedFault(
-        "kill", (name,), pids={name: pid}, began=began, observed=f"process {pid} of {name} is gone"
+        "kill", (name,), began, began, observed=f"process {pid} of {name} is gone", pids={name: pid}
     )
 
 
@@ -357,7 +317,7 @@ def _break_link(scene: DrillScene, fault: PlayedFault, wanted: ScheduledFault) -
 def _stop_service(scene: DrillScene, fault: PlayedFault, name: str) -> Script:
     process = scene.service(name)
     fault.about = f"process {process.pid}"
-    return stop(fault, process, scene.guard)
+    return stop_process(fault, process, scene.guard)
 
 
 def _kill_service(scene: DrillScene, fault: PlayedFault, name: str) -> Script:
@@ -465,29 +425,19 @@ def _on(
 
 # Each fault of the table, and what plays it.
 SCRIPTS: Mapping[str, Player] = {
-    "kill": lambda scene, fault, wanted: (
-        _obey(scene, fault, wanted) if wanted.point else _kill(scene, fault, (wanted.target,))
-    ),
-    "stop": partial(_stop, stop),
-    "slow": partial(_stop, slow),
-    "hang": _obey,
-    "kill-two": _on(_kill, _pair),
-    "kill-all": _on(_kill, lambda scene, _: scene.replicas),
+    **PLAYERS,
+    "kill-two": _on(kill, _pair),
+    "kill-all": _on(kill, lambda scene, _: scene.replicas),
     "kill-recovering": _on(kill_recovering, _pair),
     "kill-joining": _kill_joining,
-    "kill-server": lambda scene, fault, wanted: kill_server(fault, scene.processes, wanted.target),
     "kill-lighthouse": _on(_kill_service, lambda scene, _: leading_lighthouse(scene.job)),
     "kill-follower": _on(_kill_service, lambda scene, _: leading_lighthouse(scene.job, leads=False)),
     "stop-lighthouse": _on(_stop_service, lambda scene, _: leading_lighthouse(scene.job)),
     "kill-store": _on(_kill_service, _member),
     "stop-store": _on(_stop_service, _member),
     **dict.fromkeys(_LINKS, _break_link),
-    "memory": lambda scene, fault, wanted: memory(fault),
     "wipe-store": _wipe_store,
     "disk-full": _fill_disk,
-    "flip-gradient": _obey,
-    "poison": _obey,
-    "clock": _obey,
     "kill-micro-batch": _kill_micro_batch,
     "flip-snapshot": _flip_snapshots,
 }

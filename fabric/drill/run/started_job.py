@@ -19,7 +19,7 @@ from fabric.runtime.guarded_processes import Processes
 from fabric.runtime.local_job import LocalJob
 from fabric.runtime.system_calls import available_bytes
 
-JOB = "drill"
+REPORTS = ("report.html", "report.json", "junit.xml")
 # Each replica has so many ports: its links, its checkpoint server, and those of a process before it.
 _PORTS = 6
 _DURABLE_EVERY = "2s"
@@ -92,6 +92,8 @@ class JobOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     may_lose: bool = False  # the drill may end the job
     faults: frozenset[str] = frozenset()  # the faults of the schedule, for which the job may need settings
+    name: str = "drill"  # the job's name
+    has_relays: bool = True  # faults of links need them
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -166,7 +168,7 @@ class StartedJob(LocalJob):
     """The job on this host, with a relay in front of each replica and of its lighthouse."""
 
     def __init__(self, options: JobOptions) -> None:
-        super().__init__(options.out, JOB, options.names, options.environment)
+        super().__init__(options.out, options.name, options.names, options.environment)
         self.options = options
         self.members = EtcdMembers(self.processes, options.out, options.store_members)
         self.relays: dict[str, LinkRelay] = {}  # by replica: in front of the replica
@@ -199,34 +201,30 @@ class StartedJob(LocalJob):
         for relay in (*self.relays.values(), *self.lighthouse_relays.values()):
             relay.close()
 
-    @property
-    def title(self) -> str:
-        """The name of this drill in the logs of its trainers."""
-        return self.options.out.name[:64]
-
     def _start_replica(self, number: int, name: str) -> None:
-        host = f"127.77.{number // 200}.{number % 200 + 1}"
-        ports = _free_ports(_PORTS)
-        self.relays[name] = LinkRelay(host, {port: port for port in ports}, name, self.weathers)
-        settings = {
-            "FABRIC_DRILL": "1",
-            "FABRIC_ADVERTISE": host,
-            "FABRIC_BIND": f"127.0.0.1:{ports[0]}-{ports[-1]}",
-            # Links in shared memory would pass by the relay.
-            "FABRIC_DATA_PLANE": "tcp",
-            # The audit needs the digest of the state after every step.
-            "FABRIC_DIGEST_EVERY": "1",
-        }
-        if len(self.urls) == 1:
-            port = int(next(iter(self.urls.values())).rpartition(":")[2])
-            relay = LinkRelay("127.0.0.1", {0: port}, name, self.lighthouse_weathers)
-            self.lighthouse_relays[name] = relay
-            settings["FABRIC_LIGHTHOUSE"] = f"http://127.0.0.1:{relay.ports[0]}"
+        # The audit needs the digest of the state after every step.
+        settings = {"FABRIC_DRILL": "1", "FABRIC_DIGEST_EVERY": "1"}
+        if self.options.has_relays:
+            settings |= self._relay(f"127.77.{number // 200}.{number % 200 + 1}", name)
         if "poison" in self.options.faults:
             settings["FABRIC_ON_NAN"] = "skip"
         if self.disk is not None:
             settings |= {"FABRIC_DURABLE": str(self.disk.path), "FABRIC_DURABLE_EVERY": _DURABLE_EVERY}
         self.start_replica(name, ["--no-python", *self.options.command], settings)
+
+    def _relay(self, host: str, name: str) -> dict[str, str]:
+        """Put relays in front of the replica and of its lighthouse; return the settings that lead there."""
+        ports = _free_ports(_PORTS)
+        self.relays[name] = LinkRelay(host, {port: port for port in ports}, name, self.weathers)
+        # Links in shared memory would pass by the relay.
+        settings = {"FABRIC_ADVERTISE": host, "FABRIC_DATA_PLANE": "tcp"}
+        settings["FABRIC_BIND"] = f"127.0.0.1:{ports[0]}-{ports[-1]}"
+        if len(self.urls) == 1:
+            port = int(next(iter(self.urls.values())).rpartition(":")[2])
+            relay = LinkRelay("127.0.0.1", {0: port}, name, self.lighthouse_weathers)
+            self.lighthouse_relays[name] = relay
+            settings["FABRIC_LIGHTHOUSE"] = f"http://127.0.0.1:{relay.ports[0]}"
+        return settings
 
 
 def _free_ports(count: int) -> range:

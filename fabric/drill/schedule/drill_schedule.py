@@ -16,6 +16,7 @@ from fabric.errors import ConfigError
 POINTED = ("kill", "hang")
 POINTS = ("forward", "before-ring", "ring", "before-barrier", "barrier", "after-barrier", "optimizer")
 MAX_ENTRIES = 10_000
+WARM_STEPS = 3
 MAX_SECONDS = 7 * 86_400.0
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _RANDOM = re.compile(r"([0-9]{1,9})(?: every (\S+))?(?: for (\S+))?")
@@ -46,7 +47,8 @@ class ScheduledFault:
             self.fault,
             self.target,
             f"at {self.point}" if self.point else "",
-            f"after {self.after_s:.1f} s",
+            f"after {self.after_s:.1f} s" if self.step is None or self.after_s else "",
+            "" if self.step is None else f"after step {self.step}",
         ]
         words += [f"for {self.duration_s:g} s"] if self.duration_s else []
         return " ".join(word for word in words if word)
@@ -72,7 +74,8 @@ class DrillSchedule:
 
     faults: tuple[ScheduledFault, ...]
     expect: tuple[str, ...] = ()
-    least_s: float = 0.0  # the drill goes on for at least so long
+    least_s: float = 0.0  # the drill goes on for at least so long; infinity: to the end of the job
+    warm_steps: int = WARM_STEPS  # each replica commits so many steps before the first fault
     origin: str = ""  # the options of `fabric drill` from which this schedule comes
 
 

@@ -232,11 +232,6 @@ class _FaultRequest(msgspec.Struct):
     point: ShortText = ""
 
 
-class _EndRequest(msgspec.Struct):
-    drill: Name
-    number: Annotated[int, msgspec.Meta(ge=1)]
-
-
 class _DrillRequest(msgspec.Struct):
     drill: Name
 
@@ -251,7 +246,6 @@ def add_drills(app: web.Application, jobs: Callable[[], Jobs], tokens: Tokens) -
                 x.drill, cleaned(x.fault), check_name("replica", x.replica), x.seconds, cleaned(x.point)
             ),
         ),
-        "end-fault": (_EndRequest, lambda drills, asked: drills.end_fault(asked.drill, asked.number)),
         "end": (_DrillRequest, lambda drills, asked: drills.end(asked.drill)),
     }
     app.router.add_get(DRILL_PATH, partial(_show, jobs))

@@ -138,15 +138,6 @@ class Drills:
         self._wake()
         return fault
 
-    def end_fault(self, drill_id: str, number: int) -> DrillFault:
-        """End a fault before its time. Raises Refused where there is none."""
-        fault = self.renew(drill_id).faults.get(number)
-        if fault is None:
-            raise Refused(f"the drill {drill_id[:20]} has no fault {number}: look at its faults")
-        fault.is_ended = True
-        self._wake()
-        return fault
-
     def end(self, drill_id: str) -> None:
         """End a drill and all its faults. Raises Refused where it is over."""
         self._end(self.renew(drill_id), "its faults are over")

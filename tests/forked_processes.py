@@ -11,6 +11,9 @@ in ``/proc/PID/cmdline`` and its environment in ``/proc/PID/environ``, as after 
 told. The process is in the mount namespace of the process that asked, and in the network namespace that
 ``TEST_NETNS`` in its environment names.
 
+A session of pytest has a zygote without torch and one with torch, which end with it. All lanes of
+``lanes.py`` share two.
+
 With ``LAUNCHERS`` in its environment, a process of ``fabric launch``, ``local``, ``demo`` or ``drill`` forks
 all Python programs that it starts, and so do these.
 """
@@ -34,6 +37,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
@@ -246,15 +250,19 @@ def start_lighthouse(arguments: Sequence[str], log: BinaryIO, network: str = "")
 
 
 def start_supervisor(
-    *words: str, log: BinaryIO, environment: dict[str, str] | None = None, cwd: str = ""
+    *words: str,
+    log: BinaryIO,
+    environment: dict[str, str] | None = None,
+    cwd: str = "",
+    program: Sequence[str] = ("-P", "-m", "fabric.cli.main"),
 ) -> ForkedProcess:
-    """Start ``fabric WORDS...`` as the leader of a session, with ``log`` as its output; all that it starts is
-    forked."""
+    """Start ``fabric WORDS...``, or another program, as the leader of a session, with ``log`` as its output;
+    all that it starts is forked."""
     zygote = address(TORCH)
     variables = {**(os.environ if environment is None else environment), LAUNCHERS: zygote}
     with Path(os.devnull).open("rb") as nothing:
         given = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()}
-        command = ("-P", "-m", "fabric.cli.main", *words)
+        command = (*program, *words)
         return ForkedProcess(zygote, command, given, variables, cwd or str(Path.cwd()), session=True)
 
 
@@ -472,15 +480,39 @@ def _fork_programs(zygote: str) -> None:
     attempt.subprocess = SimpleNamespace(Popen=_Fork, **known)
 
 
+def fork_ranks_of_torchrun() -> None:
+    """From now on this agent of torchrun forks its ranks."""
+
+    def start(*, args, env, stdout, stderr, start_new_session) -> ForkedProcess:
+        with Path(os.devnull).open("rb") as nothing:
+            given = {0: nothing.fileno(), 1: stdout.fileno() if stdout else 1}
+            given[2] = stderr.fileno() if stderr else 2
+            return ForkedProcess(os.environ[LAUNCHERS], args[1:], given, env, str(Path.cwd()), session=True)
+
+    package = "torch.distributed.elastic.multiprocessing.subprocess_handler"
+    importlib.import_module(f"{package}.subprocess_handler").Popen = start
+
+
 def main() -> None:
     gc.disable()
     for name in sys.argv[2:-1]:
         importlib.import_module(name)
-    gc.freeze()
+    keep_imports()
     listener = listen(sys.argv[1])
     print("ready", flush=True)
     serve(listener)
     shutil.rmtree(Path(sys.argv[1]).parent)
+
+
+def keep_imports() -> None:
+    """Spare forked processes the work on objects of the modules that this process has imported.
+
+    A look at all living objects would copy their memory. At its end, a process would take 30 ms to undo the
+    libraries of torch.
+    """
+    gc.freeze()
+    for undone in weakref.finalize._registry:
+        undone.atexit = False
 
 
 def listen(name: str) -> socket.socket:

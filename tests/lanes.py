@@ -95,6 +95,7 @@ def run_lane(kind: str, names: Sequence[str], claims: BinaryIO, log: BinaryIO) -
     """Run a session of pytest in this process; return its exit code."""
     pytest = importlib.import_module("pytest")
     os.nice(10 if kind == "worlds" else 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     # A process that ``multiprocessing`` spawns imports the main module.
@@ -136,7 +137,7 @@ def start_zygotes(folder: Path) -> int:
     for name, imports in (("servers", SERVERS), ("torch", (*TORCH, *SHARDED))):
         for module in imports:
             importlib.import_module(module)
-        gc.freeze()
+        forked_processes.keep_imports()
         start_zygote(folder / name, lifeline)
     os.close(lifeline[0])
     os.environ[ZYGOTES] = f"{folder / 'servers'} {folder / 'torch'}"
@@ -175,7 +176,8 @@ def main() -> int:
     os.chdir(TESTS.parent)
     os.environ["OMP_NUM_THREADS"] = "1"
     gc.disable()  # until each session has collected its first file
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     folder = Path(mkdtemp(prefix="fabric-test-"))
     log = TemporaryFile()  # noqa: SIM115
     make = ["make", "--no-print-directory", "lint"]
@@ -193,8 +195,9 @@ def main() -> int:
     finally:
         for pid in running:
             os.kill(pid, signal.SIGINT)
-        for pid in running:
+        for pid, (kind, log) in running.items():
             os.waitpid(pid, 0)
+            show(log, f"{kind}: interrupted")
         os.close(lifeline)
         shutil.rmtree(folder)
     print("failed: " + ", ".join(failed) if failed else "all passed")

@@ -61,7 +61,7 @@ def main() -> None:
     gc.disable()
     for name in os.environ.get("ZYGOTE_IMPORTS", "").split():
         importlib.import_module(name)
-    gc.freeze()  # else a child's look at all objects copies their memory
+    forked_processes.keep_imports()
     gc.enable()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)

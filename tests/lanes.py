@@ -13,7 +13,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
 from typing import BinaryIO
@@ -30,6 +31,7 @@ SLOW_PARTS = ("tests/conformance/test_same_training.py", "tests/cli/test_launch.
 # Worlds only need a processor, so they have a low priority.
 WORLDS = ("tests/protocol/", "tests/sim/", "tests/mutants/")
 LANES = {"jobs": 4, "parts": 3, "worlds": 1}
+LINT = ("make", "--no-print-directory", "lint")
 SHARDED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -59,28 +61,25 @@ class ClaimedFiles:
         return True
 
     def pytest_runtestloop(self, session) -> bool:
-        items = self._items(session)
-        item = next(items, None)
-        while item is not None:
-            following = next(items, None)  # a fixture of the session that it needs too is kept
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if session.shouldstop:
-                raise session.Interrupted(session.shouldstop)
-            item = following
-        return True
-
-    def _items(self, session) -> Iterator:
         session.testscollected = 0
         # All lanes share their place in the file, which each read moves.
         while claim := os.read(self._claims.fileno(), CLAIM_BYTES):
-            session.items = list(session.genitems(self._modules[int(claim)]))
-            session.config.hook.pytest_collection_modifyitems(
-                session=session, config=session.config, items=session.items
-            )
-            session.testscollected += len(session.items)
-            gc.collect()
-            gc.freeze()
-            yield from session.items
+            self._import(session, self._modules[int(claim)])
+            # What follows the last test keeps the fixtures of the session alone.
+            for item, following in pairwise([*session.items, session]):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if session.shouldstop:
+                    raise session.Interrupted(session.shouldstop)
+        return True
+
+    def _import(self, session, module) -> None:
+        session.items = list(session.genitems(module))
+        session.config.hook.pytest_collection_modifyitems(
+            session=session, config=session.config, items=session.items
+        )
+        session.testscollected += len(session.items)
+        gc.collect()
+        gc.freeze()
 
 
 def claims_of(count: int) -> BinaryIO:
@@ -180,8 +179,7 @@ def main() -> int:
         signal.signal(number, signal.default_int_handler)
     folder = Path(mkdtemp(prefix="fabric-test-"))
     log = TemporaryFile()  # noqa: SIM115
-    make = ["make", "--no-print-directory", "lint"]
-    lint = subprocess.Popen(make, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    lint = subprocess.Popen(LINT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     lifeline = start_zygotes(folder)
     running = {lint.pid: ("lint", log), **start_lanes(lifeline)}
     failed = []

@@ -26,8 +26,13 @@ TESTS = Path(__file__).resolve().parent
 CLAIM_BYTES = 4  # of the number of a file in a list
 # Whole jobs wait much of their time, so several run side by side. The files that take longest begin first.
 JOBS = "tests/integration/"
-SLOW_JOBS = ("ranks", "hosts", "drill", "durable", "namespaces", "ways_in", "mistakes", "launched_jobs")
-SLOW_PARTS = ("tests/conformance/test_same_training.py", "tests/cli/test_launch.py")
+SLOW_JOBS = ("drill", "hosts", "namespaces", "launched_jobs", "ranks", "durable", "ways_in", "mistakes")
+SLOW_PARTS = (
+    "tests/conformance/test_same_training.py",
+    "tests/cli/test_launch.py",
+    "tests/lighthouse/test_node_meeting.py",
+    "tests/test_package.py",
+)
 # Worlds only need a processor, so they have a low priority.
 WORLDS = ("tests/protocol/", "tests/sim/", "tests/mutants/")
 LANES = {"jobs": 4, "parts": 3, "worlds": 1}
@@ -58,6 +63,7 @@ class ClaimedFiles:
 
     def pytest_collection(self, session) -> bool:
         self._modules = session.perform_collect(self._names, genitems=False)
+        assert len(self._modules) == len(self._names), self._modules
         return True
 
     def pytest_runtestloop(self, session) -> bool:
@@ -90,13 +96,13 @@ def claims_of(count: int) -> BinaryIO:
     return claims
 
 
-def run_lane(kind: str, names: Sequence[str], claims: BinaryIO, log: BinaryIO) -> int:
-    """Run a session of pytest in this process; return its exit code."""
+def run_lane(kind: str, names: Sequence[str], claims: BinaryIO, log: BinaryIO | None) -> int:
+    """Run a session of pytest in this process; return its exit code. ``log`` None: it shows its output."""
     pytest = importlib.import_module("pytest")
     os.nice(10 if kind == "worlds" else 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    for number in (1, 2) if log is not None else ():
+        os.dup2(log.fileno(), number)
     # A process that ``multiprocessing`` spawns imports the main module.
     sys.modules["__main__"] = importlib.import_module("pytest.__main__")
     sys.argv = ["pytest", "-p", "no:cacheprovider", "-m", "not long"]
@@ -143,13 +149,13 @@ def start_zygotes(folder: Path) -> int:
     return lifeline[1]
 
 
-def start_lanes(lifeline: int) -> dict[int, tuple[str, BinaryIO]]:
-    """Start all lanes; return the kind and the output of each, by process id."""
+def start_lanes(lifeline: int) -> dict[int, tuple[str, BinaryIO | None]]:
+    """Start all lanes; return the kind and the output of each, by process id. The first shows its output."""
     lanes = {}
     for kind, names in files().items():
         claims = claims_of(len(names))
         for _ in range(LANES[kind]):
-            log = TemporaryFile()  # noqa: SIM115
+            log = TemporaryFile() if lanes else None  # noqa: SIM115
 
             def run(kind=kind, names=names, claims=claims, log=log) -> int:
                 os.close(lifeline)
@@ -159,15 +165,19 @@ def start_lanes(lifeline: int) -> dict[int, tuple[str, BinaryIO]]:
     return lanes
 
 
-def show(log: BinaryIO, title: str) -> None:
-    log.seek(0)
-    print(f"=== {title} ===", flush=True)
-    shutil.copyfileobj(log, sys.stdout.buffer)
-    sys.stdout.flush()
+def show(ended: list[tuple[str, BinaryIO | None]]) -> None:
+    """Print what lanes have said, and forget it."""
+    for title, log in ended:
+        print(f"=== {title} ===", flush=True)
+        if log is not None:
+            log.seek(0)
+            shutil.copyfileobj(log, sys.stdout.buffer)
+            sys.stdout.flush()
+    ended.clear()
 
 
 def main() -> int:
-    """Run everything; print the output of each lane when it has ended."""
+    """Run everything; print the output of the first lane as it comes, and that of the others later."""
     if not forked_processes.has_room():
         # A forked process writes its words and variables over those of this process.
         command, environment = forked_processes.with_room(dict(os.environ), __file__)
@@ -181,21 +191,27 @@ def main() -> int:
     log = TemporaryFile()  # noqa: SIM115
     lint = subprocess.Popen(LINT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     lifeline = start_zygotes(folder)
-    running = {lint.pid: ("lint", log), **start_lanes(lifeline)}
-    failed = []
+    lanes = start_lanes(lifeline)
+    shown = next(iter(lanes))
+    running = {lint.pid: ("lint", log), **lanes}
+    ended, failed = [], []
     try:
         while running:
             pid, status = os.wait()
+            assert pid in running, "a zygote has died"
             kind, log = running.pop(pid)
             code = os.waitstatus_to_exitcode(status)
-            show(log, f"{kind}: exit code {code}")
+            ended.append((f"{kind}: exit code {code}", log))
             failed += [kind] if code else []
+            if shown not in running:
+                show(ended)
     finally:
         for pid in running:
             os.kill(pid, signal.SIGINT)
         for pid, (kind, log) in running.items():
             os.waitpid(pid, 0)
-            show(log, f"{kind}: interrupted")
+            ended.append((f"{kind}: interrupted", log))
+        show(ended)
         os.close(lifeline)
         shutil.rmtree(folder)
     print("failed: " + ", ".join(failed) if failed else "all passed")

@@ -14,8 +14,8 @@ from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.ending import Ending
 from fabric.protocol.member.links import LinkWatch
-from fabric.protocol.member.membership import Membership
 from fabric.protocol.member.session import LighthouseSession
+from fabric.protocol.member.state import MemberMemory
 from fabric.protocol.ranks import FollowerRank, HostVoice, Ranks
 from fabric.protocol.rules import assignment, decide
 from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
@@ -47,7 +47,7 @@ RULES = (
     Mutant(
         "an end is not told again over a new link",
         LinkWatch.on_link_lost,
-        "self._ending.notified_epochs.discard(record.epoch)",
+        "self._ending.tell_again(record.epoch)",
         "pass",
         "protocol/test_member_end.py::test_members_hear_of_the_end_again_over_a_new_link_of_the_same_epoch",
     ),
@@ -338,9 +338,9 @@ RULES = (
     ),
     Mutant(
         "a member that leaves keeps a suspect state",
-        Membership._leave,
-        "self._epochs.links.suspect or self._memory.state.outvoted",
-        "self._memory.state.outvoted",
+        MemberMemory.leave,
+        "self.suspect or self.state.outvoted",
+        "self.state.outvoted",
         "protocol/test_member.py::test_an_outvoted_member_says_so_in_every_report_until_it_has_another_state",
     ),
     # published gradients
@@ -411,37 +411,37 @@ RULES = (
     ),
     Mutant(
         "the exchange begins with the first rank's last backward",
-        Ranks._on_streaming,
-        "len(weights) == self.size and ",
-        "",
+        Ranks._take,
+        "setdefault(question, {})",
+        "setdefault(question, {0: events[0], 1: events[0]} if question[0] == 'backward' else {})",
         "protocol/test_rank_orders.py::test_the_exchange_begins_when_the_last_backward_has_begun_at_every_rank",
     ),
     Mutant(
         "a gradient that changed at one rank is committed",
-        Ranks._on_computed,
-        'next((e.redo for e in outcomes if e.redo), "")',
+        Ranks._on_main,
+        'next((x.redo for x in answers if x.redo), "")',
         "first.redo",
         "protocol/test_rank_orders.py::test_a_gradient_that_changed_at_one_rank_aborts_the_round_at_all",
     ),
     Mutant(
         "the outcome of an earlier gradient counts",
-        Ranks._on_gradient,
-        "number != fetching.number",
-        "False",
+        Ranks._is_under_way,
+        "self._fetch is not None and number == self._fetch.number",
+        "True",
         "protocol/test_rank_orders.py::test_a_gradient_that_one_rank_cannot_get_is_wanted_by_none",
     ),
     Mutant(
         "a fetch fails before every rank has ended it",
-        Ranks._on_state,
-        "len(fetching.ended) < self.size",
-        "len(fetching.ended) < self.size and not isinstance(events[0], io.FetchFailed)",
+        Ranks._take,
+        "setdefault(question, {})",
+        "setdefault(question, {0: events[0], 1: events[0]} if question[0] == 'fetch' else {})",
         "protocol/test_rank_orders.py::test_a_fetch_that_fails_at_one_rank_fails_when_all_have_ended",
     ),
     Mutant(
         "a replica ends before its last snapshot",
         Ranks._close_when_kept,
-        " and not self._snapshots and not self._naming",
-        "",
+        'any(at[0] in ("snapshot", "name") for at in self._answers)',
+        "False",
         "protocol/test_rank_orders.py::test_the_replica_has_finished_when_its_last_snapshot_is_kept_by_all_ranks",
     ),
     Mutant(
@@ -453,7 +453,7 @@ RULES = (
     ),
     Mutant(
         "the other ranks go on with a gradient that one lacks",
-        Ranks._on_gradient,
+        Ranks._on_one,
         "self._command(io.CancelFetch())",
         "pass",
         "protocol/test_rank_orders.py::test_a_gradient_that_one_rank_cannot_get_is_wanted_by_none",
@@ -461,13 +461,13 @@ RULES = (
     Mutant(
         "a lost link leaves a replica linked",
         Ranks.handle,
-        "self._linked.get(record.epoch, set()).discard(0)",
+        'self._answers.get(("links", record.epoch), {}).pop(0, None)',
         "pass",
         "protocol/test_rank_orders.py::test_a_replica_is_linked_when_all_ranks_are_and_again_after_a_lost_link",
     ),
     Mutant(
         "ranks at unlike steps stand together",
-        Ranks._stand_together,
+        Ranks._on_main,
         ' or getattr(event, "step", 0) != getattr(first, "step", 0)',
         "",
         "protocol/test_rank_digests.py::test_ranks_that_tell_the_digests_of_different_steps_end_the_replica",

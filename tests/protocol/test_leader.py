@@ -137,7 +137,7 @@ def test_nothing_is_announced_before_the_store_has_it():
     (record,) = lighthouse.records
     assert not lighthouse.sent(m.Epoch)
     lighthouse.do(io.RecordWritten(record.nonce))
-    assert lighthouse.sent(m.Epoch) == [("a", m.Epoch(record, changes=True))]
+    assert lighthouse.sent(m.Epoch) == [("a", m.Epoch(record))]
 
 
 def test_an_indefinite_write_is_read_again_and_recognised_by_its_nonce():
@@ -759,7 +759,7 @@ def test_the_members_snapshot_a_later_step_and_the_newcomer_gets_the_sources():
     fence = lighthouse.record.fence
     lighthouse.say("a", m.SnapshotTaken(fence, "c", 6, "d6"))
     assert not lighthouse.sent(m.StateSources)
-    lighthouse.say("b", m.SnapshotMissed(fence, "c", 6))
+    lighthouse.say("b", m.SnapshotTaken(fence, "c", 6, ""))
     ((name, sources),) = lighthouse.sent(m.StateSources)
     assert (name, sources.state, sources.urls) == ("c", SnapshotRef(1, 6, "d6"), ("http://a",))
 
@@ -767,7 +767,7 @@ def test_the_members_snapshot_a_later_step_and_the_newcomer_gets_the_sources():
 def test_when_all_members_missed_the_snapshot_step_the_leader_asks_for_a_later_step():
     lighthouse = needing()
     for name in "ab":
-        lighthouse.say(name, m.SnapshotMissed(lighthouse.record.fence, "c", 6))
+        lighthouse.say(name, m.SnapshotTaken(lighthouse.record.fence, "c", 6, ""))
     assert not lighthouse.sent(m.TakeSnapshotFor)
     lighthouse.wait(1.0)
     assert lighthouse.sent(m.TakeSnapshotFor)

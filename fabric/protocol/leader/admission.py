@@ -239,7 +239,7 @@ def number_to_pass(session: m.OpenSession, liveness: Liveness, record: Record | 
     epoch was replaced, and must end.
     """
     peer = liveness.peers.get(session.replica)
-    if peer is None or session.roster != "none":
+    if peer is None or session.roster:
         return 0
     entry = record.member(session.replica) if record is not None else None
     newest = max(peer.incarnation, entry.incarnation if entry is not None else 0)

@@ -64,7 +64,7 @@ class Decisions:
             return
         if any(x.replica not in reports for x in record.roster):
             return
-        decision = decide(record, reports, self.state.micro_batches(record))
+        decision = decide(record, reports)
         if isinstance(decision, Evict):
             if decision.state:
                 self.bases.mistrust(decision.replicas, decision.reason)
@@ -539,7 +539,6 @@ _FROM_MEMBER: dict[type, Callable[[LeaderCore], Callable[[Peer, Any], None]]] = 
     m.RequestRoster: lambda leader: leader.writer.on_request_roster,
     m.RequestState: lambda leader: leader.joins.on_request_state,
     m.SnapshotTaken: lambda leader: leader.joins.on_taken,
-    m.SnapshotMissed: lambda leader: leader.joins.on_missed,
     m.Finished: lambda leader: leader.endings.on_finished,
     m.CannotContinue: lambda leader: leader.on_cannot_continue,
     m.LoopFailed: lambda leader: leader.endings.on_failed,

@@ -69,12 +69,9 @@ class Joins:
 
     def on_taken(self, peer: Peer, message: m.SnapshotTaken) -> None:
         serving = self.serving.get(message.joiner)
-        if serving is not None and serving.step == message.step:
+        if serving is not None and serving.step == message.step and message.digest:
             serving.taken[peer.session.replica] = message.digest
-
-    def on_missed(self, peer: Peer, message: m.SnapshotMissed) -> None:
-        serving = self.serving.get(message.joiner)
-        if serving is not None and serving.step == message.step:
+        elif serving is not None and serving.step == message.step:
             serving.missed.add(peer.session.replica)
 
     def serve(self, record: Record) -> None:

@@ -23,7 +23,7 @@ class RosterAnnouncement:
 
     def __init__(self, record: Record, before: Record | None) -> None:
         self.record = record
-        self.whole = m.Epoch(record, changes=True)
+        self.whole = m.Epoch(record)
         self._again = roster_delta.change(record, record)
         self.change = self.whole if before is None else roster_delta.change(before, record)
 
@@ -151,7 +151,7 @@ class RecordWriter:
         return f"{self.entropy.getrandbits(64):016x}"
 
     def announce(self, record: Record, before: Record | None) -> None:
-        """Announce ``record`` to every session: as a delta from ``before``, or to older versions whole."""
+        """Announce ``record`` to every session, as a delta from ``before``."""
         announced = before
         if self.announcement is not None and before is not None:
             announced = self.announcement.record  # the same roster, with its digest cached
@@ -159,10 +159,8 @@ class RecordWriter:
         if record.failed:
             return  # for a failed job the leader announces no epoch, but rejects the sessions
         complete = m.Complete(record.fence, record.base.step)
-        for replica, peer in self.state.liveness.peers.items():
-            self.outbox.send(
-                replica, self.announcement.change if peer.session.roster else self.announcement.whole
-            )
+        for replica in self.state.liveness.peers:
+            self.outbox.send(replica, self.announcement.change)
             if record.complete:
                 self.outbox.send(replica, complete)
 

@@ -88,7 +88,7 @@ class Starts:
         return any(
             (p.session.store_id, p.session.known_generation, p.session.epoch)
             == (record.store_id, record.generation, record.epoch)
-            and p.session.roster not in ("", "none", record.roster_digest)
+            and p.session.roster not in ("", record.roster_digest)
             for p in (peers.values() if not self.state.is_large else ())
             if p.connected and (p.beat is None or p.beat.epoch == record.epoch)
         )

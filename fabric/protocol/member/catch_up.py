@@ -16,7 +16,6 @@ from fabric.protocol.member.state import (
     Fetch,
     KnownEpochs,
     MemberMemory,
-    MemberState,
     Mode,
 )
 from fabric.protocol.messages import member_events as io
@@ -49,7 +48,7 @@ class CatchUp:
         own, theirs = self._memory.state, message.state
         if own.digest and (own.step, own.digest) == (theirs.step, theirs.digest):
             # This member's state equals the other members' state, although it is of another generation.
-            self._memory.state = MemberState(newest.generation, own.step, own.digest)
+            self._memory.adopt(newest.generation)
         # Another state at my step proves mine wrong: I may have been evicted for it without hearing why.
         is_wrong = own.step == theirs.step and own.digest not in ("", theirs.digest)
         if self._memory.state.generation != newest.generation or theirs.step > own.step or is_wrong:
@@ -101,10 +100,8 @@ class CatchUp:
                 self.cannot_catch_up(event.why, event.unusable)
 
     def on_installed(self, event: io.Installed) -> None:
-        self._memory.take_back(event.plan)
         self.fetch.doing = ""
-        self._memory.state = MemberState(self.fetch.generation, event.step, event.digest)
-        self._memory.loaded = event.step
+        self._memory.on_installed(event, self.fetch.generation)
         if self._epochs.mode is Mode.OUTSIDE:
             self._session.hurry()  # the leader admits this member by the step that it has told
         newest = self._epochs.newest
@@ -142,6 +139,11 @@ class CatchUp:
             # Perhaps the job commits no steps; perhaps the checkpoint servers have other addresses now.
             self._request_state(f"no server delivers the gradient of step {event.step}")
 
+    def forget_request(self) -> None:
+        """Forget the request for a state: an epoch answers it, or it may never have arrived."""
+        if self.fetch.doing == "asked":
+            self.fetch.doing = ""
+
     def _request_state(self, why: str) -> None:
         assert self._epochs.newest is not None
         self.fetch.doing, self.fetch.misses = "asked", 0
@@ -152,8 +154,7 @@ class CatchUp:
         epoch, newest = self._epochs.epoch(), self._epochs.newest
         self._context.emit(io.WriteJournal("catch-up failed", epoch, self._memory.state.step, why))
         if self._epochs.mode is not Mode.OUTSIDE and newest is not None:
-            self._session.contact.fallen = m.CannotContinue(newest.fence, why, unusable)
-            self._context.emit(io.SendLeader(self._session.contact.fallen))
+            self._session.cannot_continue(why, unusable)
 
     def is_behind(self) -> bool:
         """Whether my state must catch up with the others'."""
@@ -205,7 +206,8 @@ class CatchUp:
             self.fetch = Fetch(doing="install", generation=fetch.generation, urls=fetch.urls)
         elif fetch.gradient is not None:
             self._memory.drop_kept()
-            generation, step = self._memory.state.generation, fetch.gradient.step
-            self._memory.state = MemberState(generation, step + 1, "", fetch.gradient.gradient_digest)
-            self._memory.order(io.Apply(generation, step, None, contributed=False, digest=True))
-            fetch.gradient = None
+            gradient, fetch.gradient = fetch.gradient, None
+            apply = io.Apply(
+                self._memory.state.generation, gradient.step, None, contributed=False, digest=True
+            )
+            self._memory.apply(apply, gradient.gradient_digest)

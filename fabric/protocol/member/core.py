@@ -77,7 +77,7 @@ class MemberCore:
         return {
             io.Ready: self.rounds.on_ready,
             io.Digested: self.rounds.on_digested,
-            io.Streaming: self.rounds.on_streaming,
+            io.Streaming: self.memory.on_streaming,
             io.Computed: self.rounds.on_computed,
             io.Installed: self.catch_up.on_installed,
             io.InstallFailed: self.catch_up.on_install_failed,
@@ -110,8 +110,7 @@ class MemberCore:
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
         """Take one event at time ``now`` (monotonic seconds); return the effects to perform in order."""
         context = self.context
-        context.now = now
-        context.effects = []
+        context.begin(now)
         if not context.stopped:
             self._handlers[type(event)](event)
             if not isinstance(event, io.RingWaitsFor):  # RingWaitsFor starts no stage
@@ -124,7 +123,7 @@ class MemberCore:
     def next_deadline(self) -> float | None:
         """Return the latest time at which the shell must send a Tick."""
         next_beat = self.session.contact.next_beat if self.session.contact.connected else None
-        next_probe = self.epochs.links.next_probe if self.link_watch.may_probe() else None
+        next_probe = self.link_watch.next_probe if self.link_watch.may_probe() else None
         rounds = [self.rounds.stall_deadline(), self.link_watch.test_deadline()]
         ends = [self.ending.end_deadline(), self.serving.save_deadline()]
         dues = [*rounds, *ends, next_beat, next_probe]
@@ -185,5 +184,4 @@ class MemberCore:
     def on_connected(self, _: io.LeaderConnected) -> None:
         """Open the session; forget the request of the last session, which may never have arrived."""
         self.session.open(self.serving.snapshots)
-        if self.catch_up.fetch.doing == "asked":
-            self.catch_up.fetch.doing = ""
+        self.catch_up.forget_request()

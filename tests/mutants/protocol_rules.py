@@ -5,12 +5,12 @@ from mutants.mutant import Mutant
 from fabric.protocol.leader import admission
 from fabric.protocol.leader.adaptations import Adaptations, Relayouts
 from fabric.protocol.leader.base_choice import BaseChoice
-from fabric.protocol.leader.core import Decisions, LeaderCore
+from fabric.protocol.leader.core import Decisions
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.liveness import ServerStatuses
 from fabric.protocol.leader.orders import OperatorOrders
-from fabric.protocol.leader.state import JobState
+from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.ending import Ending
 from fabric.protocol.member.links import LinkWatch
@@ -526,7 +526,7 @@ RULES = (
     Mutant(
         "a member does not hear that its state is outvoted",
         Decisions.decide_epoch,
-        "name not in self.state.epoch.cannot_continue",
+        "name not in epoch.cannot_continue",
         "False",
         "reported 0",
     ),
@@ -547,15 +547,15 @@ RULES = (
     ),
     Mutant(
         "the word that a host is gone ends with the lighthouse",
-        LeaderCore.on_elected,
-        "state.liveness.proven_ends.update((x.process, x.why) for x in record.overrides.gone)",
+        RosterLimits.recall_overrides,
+        "self.state.liveness.note_proof(gone.process, gone.why)",
         "pass",
         "protocol/test_leader_orders.py::test_the_next_lighthouse_knows_that_a_host_is_gone_until_it_is_heard",
     ),
     Mutant(
         "the word that a host is gone outlives a sign of life",
-        OperatorOrders.forget_gone,
-        "any(x.process not in ends for x in overrides.gone)",
+        RosterLimits.forget_gone,
+        "any(x.process not in ends for x in self.overrides.gone)",
         "False",
         "protocol/test_leader_orders.py::test_the_next_lighthouse_knows_that_a_host_is_gone_until_it_is_heard",
     ),

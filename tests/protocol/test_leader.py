@@ -966,12 +966,12 @@ def test_silence_is_believed_later_by_a_leader_that_is_called_late():
         lighthouse = crowd()
         silent_at = lighthouse.now + lighthouse.core.state.config.liveness.silence_s
         condemned = []
-        while lighthouse.core.timer.due + late_s < silent_at + 0.6:
-            tick_at(lighthouse, lighthouse.core.timer.due + late_s)
+        while lighthouse.core._due + late_s < silent_at + 0.6:
+            tick_at(lighthouse, lighthouse.core._due + late_s)
             condemned += lighthouse.told("evicting")
         assert bool(condemned) is believed
         for _ in range(4):
-            tick_at(lighthouse, lighthouse.core.timer.due)
+            tick_at(lighthouse, lighthouse.core._due)
             condemned += lighthouse.told("evicting")
         assert condemned, "it is called in time again"
 
@@ -980,9 +980,9 @@ def test_routine_messages_wait_longer_than_news():
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
     lighthouse.beat("r000", 6)
-    assert lighthouse.core.timer.plan_at == lighthouse.now + ROUTINE_S
+    assert lighthouse.core.plan_at == lighthouse.now + ROUTINE_S
     lighthouse.say("r001", m.Finished(lighthouse.record.fence, 5))
-    assert lighthouse.core.timer.plan_at == lighthouse.now + TOGETHER_S
+    assert lighthouse.core.plan_at == lighthouse.now + TOGETHER_S
 
 
 def test_a_death_is_looked_at_however_many_others_speak_meanwhile():
@@ -1077,14 +1077,14 @@ def test_returning_members_are_not_called_dead_while_the_leader_is_overloaded(la
     lighthouse.core.next_deadline()
     until = lighthouse.now + 60.0
     while lighthouse.now < until and lighthouse.record.epoch == 1:
-        tick_at(lighthouse, lighthouse.core.timer.due + late_s)
+        tick_at(lighthouse, lighthouse.core._due + late_s)
         for name in names[:45]:
             lighthouse.beat(name, 5)
         lighthouse.core.next_deadline()
     assert (lighthouse.record.epoch == 1) is spared
     kept_up = lighthouse.now
     while lighthouse.record.epoch == 1:
-        tick_at(lighthouse, lighthouse.core.timer.due)
+        tick_at(lighthouse, lighthouse.core._due)
         for name in names[:45]:
             lighthouse.beat(name, 5)
         lighthouse.core.next_deadline()
@@ -1099,7 +1099,7 @@ def test_an_endlessly_overloaded_leader_evicts_a_dead_member_in_the_end():
     lighthouse.core.next_deadline()
     spared_s, began = lighthouse.core.state.config.liveness.overload_s, lighthouse.now
     while lighthouse.record.epoch == 1 and lighthouse.now < began + 2 * spared_s:
-        tick_at(lighthouse, lighthouse.core.timer.due + 0.5)
+        tick_at(lighthouse, lighthouse.core._due + 0.5)
         for name in names[1:]:
             lighthouse.beat(name, 5)
         lighthouse.core.next_deadline()
@@ -1111,11 +1111,11 @@ def test_a_late_leader_without_an_overload_evicts_a_silent_member():
     """A member that is lost then had a session, so it was not waiting for admission."""
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
-    tick_at(lighthouse, lighthouse.core.timer.due + 0.5)
+    tick_at(lighthouse, lighthouse.core._due + 0.5)
     lighthouse.do(io.SessionClosed("r007", 1))
     lighthouse.core.next_deadline()
     for _ in range(8):
-        tick_at(lighthouse, lighthouse.core.timer.due)
+        tick_at(lighthouse, lighthouse.core._due)
     assert lighthouse.record.epoch == 2 and "r007" not in lighthouse.record.names
 
 
@@ -1123,16 +1123,16 @@ def test_answers_that_all_must_give_are_planned_for_when_all_have():
     lighthouse = crowd()
     lighthouse.do(io.TrainerStatusSeen(m.TrainerStatus("r007", 1, "gone", 1)))
     for _ in range(4):
-        tick_at(lighthouse, lighthouse.core.timer.due)
+        tick_at(lighthouse, lighthouse.core._due)
     record = lighthouse.record
     assert record.epoch == 2 and record.is_forced
     *others, last = record.names
-    tick_at(lighthouse, lighthouse.core.timer.due)
+    tick_at(lighthouse, lighthouse.core._due)
     for name in others:
         lighthouse.say(name, report_of(record, 5, have=()))
-    assert lighthouse.core.timer.plan_at >= lighthouse.now + ROUTINE_S
+    assert lighthouse.core.plan_at >= lighthouse.now + ROUTINE_S
     lighthouse.say(last, report_of(record, 5, have=()))
-    assert lighthouse.core.timer.plan_at <= lighthouse.now + TOGETHER_S
+    assert lighthouse.core.plan_at <= lighthouse.now + TOGETHER_S
 
 
 def test_an_endless_overload_does_not_protect_a_dead_member_for_ever():

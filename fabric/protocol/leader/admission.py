@@ -164,7 +164,7 @@ class Admission:
                 if not record.is_forced:
                     self.ending[member.replica] = member.process
                 continue
-            self.outbox.loss_incidents[member.replica] = record.incident_id
+            self.outbox.note_loss(member.replica, record.incident_id)
             process = member.process
             if member.replica in self.state.epoch.cut_off:
                 self.healing.left_out(process, self.state.now)
@@ -174,6 +174,14 @@ class Admission:
             if late := member.replica in self.state.epoch.slow_joiners:
                 wait_s = max(wait_s, READMIT_STALLS * self.state.join_stall_s(member.replica))
             self.readmission_backoff[process] = Backoff(times, self.state.now + wait_s, late)
+
+    def forget(self, replica: str) -> None:
+        """Forget the process before of this replica."""
+        self.waiting_outside.pop(replica, None)
+
+    def keep_out_of_rounds(self, peer: Peer) -> None:
+        """Keep this process out until the user code has returned for which it is evicted."""
+        self.evicted_in_user_code[peer.process] = peer.step
 
     def refuse_unlike(self, session: m.OpenSession) -> None:
         """Refuse each process that spoke before this one, counts less, and has other settings."""

@@ -34,14 +34,19 @@ class Evictions:
     endings: Endings
     stragglers: StragglerTracker = field(default_factory=StragglerTracker)
 
+    def begin_generation(self) -> None:
+        self.stragglers = StragglerTracker()
+
+    def forget(self, replica: str) -> None:
+        """Forget the process before of this replica."""
+        self.stragglers.forget(replica)
+
     def schedule(self, replica: str, reason: str) -> None:
         """Leave this member out of the next epoch."""
         epoch = self.state.epoch
         if replica in epoch.pending_evictions or not self.state.lists(replica):
             return
-        if not epoch.pending_evictions:
-            epoch.evictions_since = self.state.now
-        epoch.pending_evictions[replica] = reason
+        epoch.leave_out(replica, reason, self.state.now)
         self.outbox.record_event("evicting", replica, reason, self.state.next_incident_id())
 
     def cancel(self, record: Record) -> None:
@@ -51,7 +56,7 @@ class Evictions:
             if member.replica not in epoch.pending_evictions or member.replica in epoch.cannot_continue:
                 continue
             if not self.state.liveness.failure_reason(member, self.state.now):
-                del epoch.pending_evictions[member.replica]
+                epoch.keep(member.replica)
                 why = "it goes on, because no other member could take over"
                 self.outbox.record_event("heard again", member.replica, why)
 
@@ -117,7 +122,7 @@ class Evictions:
             if waited_s >= self.state.patience_s(late) and self.state.is_spared_by(other):
                 busy = late.beat.busy if late.beat is not None else ""
                 doing = f"busy with {busy}" if busy else "in user code"
-                self.admission.evicted_in_user_code[late.process] = late.step
+                self.admission.keep_out_of_rounds(late)
                 self.schedule(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
 
     def evict_slow_joiners(self, record: Record) -> None:
@@ -125,7 +130,7 @@ class Evictions:
         for name in self.state.blocking_joiners(record):
             limit_s = self.state.join_stall_s(name)
             if self.state.now - self.state.epoch.decided_at >= limit_s:
-                self.state.epoch.slow_joiners.add(name)
+                self.state.epoch.give_up_join(name)
                 self.schedule(name, f"the others waited {limit_s:g} s for its state, which did not arrive")
 
 
@@ -160,16 +165,15 @@ class RingRebuilder:
             self.evictions.stragglers.came(name)
         if not self.state.is_recent(message.fence):
             return
-        epoch, now = self.state.epoch, self.state.now
-        earlier = epoch.unreachable.get(name, ())
-        if set(message.unreachable) - set(earlier):
-            epoch.complained_at = epoch.complained_at if epoch.unreachable else now
-            epoch.unreachable[name] = tuple(dict.fromkeys((*earlier, *message.unreachable)))
-        if name in epoch.aborted:
-            return
-        epoch.aborted_at = epoch.aborted_at if epoch.aborted else now
-        epoch.aborted[name] = message
-        self.outbox.record_event("aborted", name, message.why, self.state.next_incident_id())
+        if self.state.epoch.on_aborted(name, message, self.state.now):
+            self.outbox.record_event("aborted", name, message.why, self.state.next_incident_id())
+
+    def begin_generation(self) -> None:
+        self.ring_rebuilds = RingRebuilds()
+
+    def forget(self, replica: str) -> None:
+        """Forget the process before of this replica."""
+        self.ring_rebuilds.forget(replica)
 
     def note_step(self) -> None:
         """Note that a member has committed a further step, so the newest ring works."""
@@ -227,7 +231,7 @@ class RingRebuilder:
         live = self.state.liveness
         heard = [max(live.heard_at(x), live.elected) for x in record.roster if x.replica in cut]
         if any(self.state.now - at > QUIET_S for at in heard):
-            self.state.epoch.complained_at = self.state.now
+            self.state.epoch.wait_for_verdict(self.state.now)
             return True
         lost_bytes = self._lost_bytes()
         act = f"exchange messages of {lost_bytes} bytes" if lost_bytes else "reach each other"
@@ -244,8 +248,7 @@ class RingRebuilder:
 
     def _leave_out(self, member: Member, why: str) -> None:
         """Leave out a member that did not fail. It comes back when its links have worked for a while."""
-        self.state.epoch.not_counted_as_failure.add(member.replica)
-        self.state.epoch.cut_off.add(member.replica)
+        self.state.epoch.cut(member.replica)
         self.evictions.schedule(member.replica, why)
         self.ring_rebuilds = RingRebuilds()
 

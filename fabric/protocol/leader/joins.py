@@ -67,6 +67,10 @@ class Joins:
         elif serving.tries > 1:
             serving.blocking_reason = f"its catch-up failed twice: {message.why}"
 
+    def forget(self, replica: str) -> None:
+        """Forget the process before of this replica."""
+        self.serving.pop(replica, None)
+
     def on_taken(self, peer: Peer, message: m.SnapshotTaken) -> None:
         serving = self.serving.get(message.joiner)
         if serving is not None and serving.step == message.step and message.digest:

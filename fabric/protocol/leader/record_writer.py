@@ -6,14 +6,12 @@ from dataclasses import dataclass, field, replace
 from fabric.model import Adaptation, Member, Record, incident_id_of
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
+from fabric.protocol.leader.state import MAX_REASON_CHARACTERS, JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
 from fabric.protocol.rules.assignment import asked_share, for_roster, lost_parts, seated, with_shares
 
-# The longest reason in a record: the reasons of many members would make the record large.
-MAX_REASON_CHARACTERS = 1000
 # The record remembers the replicas on this many data slots, the lowest ones.
 MAX_SEATS = 4096
 
@@ -59,9 +57,10 @@ class RecordWriter:
             self.unsettled.add(event.nonce)
         return True
 
-    def settle(self) -> None:
-        """Note that the store has a record of this leader: no earlier write can land any more."""
+    def settle(self, record: Record) -> None:
+        """Note that the store has this record: no earlier write can land any more."""
         self.writing = None
+        self.data_slots.update((x.replica, x.data_slot) for x in record.roster)
         self.unsettled.clear()
 
     def resolve(self, record: Record | None) -> Record | None:

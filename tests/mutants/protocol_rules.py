@@ -47,7 +47,7 @@ RULES = (
     Mutant(
         "an end is not told again over a new link",
         LinkWatch.on_link_lost,
-        "self._ending.tell_again(record.epoch)",
+        "self._ending.tell_again(listed)",
         "pass",
         "protocol/test_member_end.py::test_members_hear_of_the_end_again_over_a_new_link_of_the_same_epoch",
     ),
@@ -526,7 +526,7 @@ RULES = (
     Mutant(
         "a member does not hear that its state is outvoted",
         Decisions.decide_epoch,
-        "name not in epoch.cannot_continue",
+        "not epoch.has(name, Mark.USELESS)",
         "False",
         "reported 0",
     ),

@@ -8,7 +8,7 @@ from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Liveness, Peer, as_member, vouches
 from fabric.protocol.leader.orders import OperatorOrders
-from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits, Standing, standing
+from fabric.protocol.leader.state import JobState, LeaderOutbox, Mark, RosterLimits, Standing, standing
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.compatibility import incompatibility
 from fabric.protocol.rules.link_graph import Healing
@@ -166,12 +166,12 @@ class Admission:
                 continue
             self.outbox.note_loss(member.replica, record.incident_id)
             process = member.process
-            if member.replica in self.state.epoch.cut_off:
+            if self.state.epoch.has(member.replica, Mark.CUT_OFF):
                 self.healing.left_out(process, self.state.now)
                 continue
             times = self.readmission_backoff.get(process, Backoff()).times + 1
             wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
-            if late := member.replica in self.state.epoch.slow_joiners:
+            if late := self.state.epoch.has(member.replica, Mark.SLOW):
                 wait_s = max(wait_s, READMIT_STALLS * self.state.join_stall_s(member.replica))
             self.readmission_backoff[process] = Backoff(times, self.state.now + wait_s, late)
 

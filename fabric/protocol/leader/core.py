@@ -29,6 +29,7 @@ from fabric.protocol.leader.state import (
     JobState,
     LeaderConfig,
     LeaderOutbox,
+    Mark,
     Progress,
     RosterLimits,
 )
@@ -51,11 +52,10 @@ class Decisions:
     def on_report(self, peer: Peer, message: m.Report) -> None:
         if not self.state.is_current(message.fence) or not self.state.in_force(peer):
             return
-        epoch, name = self.state.epoch, peer.session.replica
-        epoch.on_report(name, message)
+        row = self.state.epoch.on_report(peer.session.replica, message)
         self.bases.note_loaded(message.state_generation)
-        if epoch.decision is not None:
-            self.outbox.send(name, epoch.row(name))
+        if row is not None:
+            self.outbox.send(peer.session.replica, row)
 
     def decide_epoch(self, record: Record) -> None:
         epoch, reports = self.state.epoch, self.state.epoch.reports
@@ -68,11 +68,10 @@ class Decisions:
             if decision.state:
                 self.bases.mistrust(decision.replicas, decision.reason)
             for name in decision.replicas:
-                if decision.state and name not in epoch.cannot_continue:
+                if decision.state and not epoch.has(name, Mark.USELESS):
                     # It has not heard the others' reports: tell it once that its state is wrong.
                     self.outbox.send(name, m.Rejected(decision.reason, retry=True, outvoted=True))
-                epoch.on_cannot_continue(name)
-                self.evictions.schedule(name, decision.reason)
+                self.evictions.schedule(name, decision.reason, Mark.USELESS)
             self.evictions.evict(record)
         elif isinstance(decision, Undecidable):
             if not epoch.stopped:  # the job stops until an operator acts
@@ -267,7 +266,7 @@ class LeaderCore:
             self.progress.begin_generation(record.base.step)
             state.liveness.begin_generation(state.now)
             self.evictions.begin_generation()
-            self.rebuilds.begin_generation()
+            self.rebuilds.start_over()
         self.admission.back_off(record)
         self.endings.begin_epoch(record, is_new_generation)
         state.begin_epoch(record)
@@ -305,8 +304,8 @@ class LeaderCore:
         elif event.action == "drain":
             self.orders.ask_to_drain(event.replica, f"drained by {event.who} ({event.why})")
         else:
-            self.state.epoch.excuse(event.replica)
-            self.evictions.schedule(event.replica, f"evicted by {event.who}: {event.why}")
+            why = f"evicted by {event.who}: {event.why}"
+            self.evictions.schedule(event.replica, why, Mark.EXCUSED)
 
     # --- sessions and trainer statuses -----------------------------------------------------------------
 
@@ -333,15 +332,10 @@ class LeaderCore:
         self.admission.refuse_unlike(session)
         self.progress.note_step(peer)
         if former is None or former.incarnation != session.incarnation:
-            for part in (
-                self.endings,
-                self.orders,
-                self.admission,
-                self.joins,
-                self.evictions,
-                self.rebuilds,
-            ):
+            for part in (self.endings, self.orders, self.admission, self.joins):
                 part.forget(session.replica)
+            self.evictions.stragglers.forget(session.replica)
+            self.rebuilds.ring_rebuilds.forget(session.replica)
             self.outbox.record_event("session opened", session.replica, f"incarnation {session.incarnation}")
         self.endings.note_ended(session.replica, session.ended)
         self._greet(session)
@@ -470,20 +464,16 @@ class LeaderCore:
         self.evictions.evict_stragglers(peer, beat)
 
     def on_running(self, peer: Peer, message: m.Running) -> None:
-        if self.state.is_current(message.fence):
-            self.state.epoch.on_running(peer.session.replica, message.step)
+        if self.state.note_running(peer, message):
             self.bases.note_loaded(message.fence.generation)
 
     def on_cannot_continue(self, peer: Peer, message: m.CannotContinue) -> None:
-        record, epoch, name = self.state.record, self.state.epoch, peer.session.replica
+        record, name = self.state.record, peer.session.replica
         if record is None or not self.state.in_force(peer) or not self.state.is_recent(message.fence):
             return
         self.bases.note_cannot_load(message, record)
-        epoch.on_cannot_continue(name)
-        if self.state.is_blocking_join(name):
-            epoch.give_up_join(name)
-        epoch.excuse(name)
-        self.evictions.schedule(name, f"it cannot go on: {message.why}")
+        marks = [Mark.USELESS, Mark.EXCUSED, *([Mark.SLOW] if self.state.is_blocking_join(name) else [])]
+        self.evictions.schedule(name, f"it cannot go on: {message.why}", *marks)
 
 
 # Kind of answer that every member of an epoch gives -> the members that have given this answer.

@@ -9,7 +9,7 @@ from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.starts import Starts
-from fabric.protocol.leader.state import JobState, LeaderOutbox
+from fabric.protocol.leader.state import JobState, LeaderOutbox, Mark
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import missing_links, reachable_set
 from fabric.protocol.rules.wait_graph import (
@@ -37,13 +37,10 @@ class Evictions:
     def begin_generation(self) -> None:
         self.stragglers = StragglerTracker()
 
-    def forget(self, replica: str) -> None:
-        """Forget the process before of this replica."""
-        self.stragglers.forget(replica)
-
-    def schedule(self, replica: str, reason: str) -> None:
+    def schedule(self, replica: str, reason: str, *marks: Mark) -> None:
         """Leave this member out of the next epoch."""
         epoch = self.state.epoch
+        epoch.mark(replica, marks)
         if replica in epoch.pending_evictions or not self.state.lists(replica):
             return
         epoch.leave_out(replica, reason, self.state.now)
@@ -53,7 +50,7 @@ class Evictions:
         """Cancel the eviction of each member heard again with a good state, because none could replace it."""
         epoch = self.state.epoch
         for member in record.roster:
-            if member.replica not in epoch.pending_evictions or member.replica in epoch.cannot_continue:
+            if member.replica not in epoch.pending_evictions or epoch.has(member.replica, Mark.USELESS):
                 continue
             if not self.state.liveness.failure_reason(member, self.state.now):
                 epoch.keep(member.replica)
@@ -130,8 +127,8 @@ class Evictions:
         for name in self.state.blocking_joiners(record):
             limit_s = self.state.join_stall_s(name)
             if self.state.now - self.state.epoch.decided_at >= limit_s:
-                self.state.epoch.give_up_join(name)
-                self.schedule(name, f"the others waited {limit_s:g} s for its state, which did not arrive")
+                why = f"the others waited {limit_s:g} s for its state, which did not arrive"
+                self.schedule(name, why, Mark.SLOW)
 
 
 # A process from which neither source was heard for this many seconds may be dead. Before the leader acts on a
@@ -168,17 +165,13 @@ class RingRebuilder:
         if self.state.epoch.on_aborted(name, message, self.state.now):
             self.outbox.record_event("aborted", name, message.why, self.state.next_incident_id())
 
-    def begin_generation(self) -> None:
+    def start_over(self) -> None:
         self.ring_rebuilds = RingRebuilds()
-
-    def forget(self, replica: str) -> None:
-        """Forget the process before of this replica."""
-        self.ring_rebuilds.forget(replica)
 
     def note_step(self) -> None:
         """Note that a member has committed a further step, so the newest ring works."""
         if self.ring_rebuilds.tries:
-            self.ring_rebuilds = RingRebuilds()
+            self.start_over()
 
     def rebuild(self, record: Record) -> bool:
         """Answer every abort with a new epoch.
@@ -205,7 +198,7 @@ class RingRebuilder:
         worst, why = self.worst(record)
         if worst and self.state.is_spared_by(worst):
             self.evictions.schedule(worst, why)
-            self.ring_rebuilds = RingRebuilds()
+            self.start_over()
             return True
         why = "; ".join(f"{name}: {a.why}" for name, a in sorted(epoch.aborted.items()))
         by_name = {x.replica: x for x in record.roster}
@@ -248,9 +241,8 @@ class RingRebuilder:
 
     def _leave_out(self, member: Member, why: str) -> None:
         """Leave out a member that did not fail. It comes back when its links have worked for a while."""
-        self.state.epoch.cut(member.replica)
-        self.evictions.schedule(member.replica, why)
-        self.ring_rebuilds = RingRebuilds()
+        self.evictions.schedule(member.replica, why, Mark.EXCUSED, Mark.CUT_OFF)
+        self.start_over()
 
     def _leave_out_newcomers(self, record: Record) -> bool:
         """Leave out newcomers that a member could not link to and that have entered no round."""

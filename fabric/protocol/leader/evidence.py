@@ -11,7 +11,7 @@ from typing import Any
 
 from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, counted, shortened
 from fabric.protocol.leader.liveness import LastStatus, Peer, as_member
-from fabric.protocol.leader.state import JobState
+from fabric.protocol.leader.state import JobState, Mark
 from fabric.protocol.rules import poison
 
 # The failures of hosts, remembered for days. Pure.
@@ -100,7 +100,7 @@ class FailureEvidence:
                 shortened(why, MAX_WHY_CHARACTERS),
             )
             for name, why in sorted(self.state.epoch.pending_evictions.items())
-            if name not in self.state.epoch.not_counted_as_failure and (member := record.member(name))
+            if not self.state.epoch.has(name, Mark.EXCUSED) and (member := record.member(name))
         ]
         self._add(*new)
         # Members on one host that fail in the same epoch count as one failure of that host.

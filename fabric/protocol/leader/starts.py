@@ -8,7 +8,7 @@ from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.state import JobState, Progress, RosterLimits
+from fabric.protocol.leader.state import JobState, Mark, Progress, RosterLimits
 from fabric.protocol.rules.assignment import seated
 
 # Before a cold start the leader waits this many seconds for the replicas that are still missing.
@@ -40,7 +40,7 @@ class Starts:
             return True
         limit = self.state.out_of_sight_s
         for member in record.roster:
-            if not self.state.knows(member) or member.replica in self.state.epoch.cannot_continue:
+            if not self.state.knows(member) or self.state.epoch.has(member.replica, Mark.USELESS):
                 continue
             away = self.state.liveness.out_of_contact(member, self.state.now, limit)
             if not away and not self.state.liveness.proven_dead(member):

@@ -1,8 +1,8 @@
 """The facts that a leader has about one job: its record, its processes, the answers in this epoch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 from fabric.model import (
     Death,
@@ -47,6 +47,15 @@ class LeaderConfig:
     trial_s: float = 3600.0
 
 
+class Mark(Enum):
+    """What counts about a member that an epoch leaves out."""
+
+    EXCUSED = "an operator, a link or a state is the reason: it did not fail"
+    CUT_OFF = "a link is missing"
+    SLOW = "the others waited too long for its state in a blocking join"
+    USELESS = "its state is of no use, or wrong"
+
+
 @dataclass(slots=True)
 class EpochState:
     """The answers in the epoch in force. Each new record begins an empty ``EpochState`` at ``since``."""
@@ -62,12 +71,9 @@ class EpochState:
     aborted_at: float = 0.0
     unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)  # replica -> the members it misses
     complained_at: float = 0.0  # when the first complaint came, or the leader last waited for more
-    cut_off: set[str] = field(default_factory=set)  # members left out for a missing link
-    pending_evictions: dict[str, str] = field(default_factory=dict)
+    pending_evictions: dict[str, str] = field(default_factory=dict)  # replica -> why it is left out
+    marks: dict[str, set[Mark]] = field(default_factory=dict)  # by replica that is left out
     decided_at: float = 0.0
-    not_counted_as_failure: set[str] = field(default_factory=set)  # evicted for an operator, link or state
-    slow_joiners: set[str] = field(default_factory=set)  # members whose blocking joins took too long
-    cannot_continue: set[str] = field(default_factory=set)  # members whose state is of no use, or wrong
     evictions_since: float = 0.0
     # Processes that an epoch since the last forced epoch listed, and that the present record does not list.
     departed: frozenset[ReplicaProcess] = frozenset()
@@ -75,11 +81,10 @@ class EpochState:
 
     # --- the answers of members ----------------------------------------------------------------------
 
-    def on_report(self, replica: str, report: m.Report) -> None:
+    def on_report(self, replica: str, report: m.Report) -> m.Resume | None:
+        """Take the first report of a member; return the decision for it, if there is one."""
         self.reports.setdefault(replica, report)
-
-    def on_running(self, replica: str, step: int) -> None:
-        self.running.setdefault(replica, step)
+        return self.row(replica) if self.decision is not None else None
 
     def on_aborted(self, replica: str, message: m.Aborted, now: float) -> bool:
         """Take an abort, and the links that it misses; return whether it is the member's first."""
@@ -92,10 +97,6 @@ class EpochState:
         self.aborted_at = self.aborted_at if self.aborted else now
         self.aborted[replica] = message
         return True
-
-    def on_cannot_continue(self, replica: str) -> None:
-        """Note that the state of this member is of no use: its eviction is not called off."""
-        self.cannot_continue.add(replica)
 
     # --- what the leader makes of them ---------------------------------------------------------------
 
@@ -123,18 +124,11 @@ class EpochState:
         """Call the eviction of this member off."""
         del self.pending_evictions[replica]
 
-    def excuse(self, replica: str) -> None:
-        """Do not count the eviction of this member as a failure."""
-        self.not_counted_as_failure.add(replica)
+    def mark(self, replica: str, marks: Iterable[Mark]) -> None:
+        self.marks.setdefault(replica, set()).update(marks)
 
-    def cut(self, replica: str) -> None:
-        """Note that this member is left out for a missing link, which is no failure."""
-        self.excuse(replica)
-        self.cut_off.add(replica)
-
-    def give_up_join(self, replica: str) -> None:
-        """Note that the others waited too long for the state of this newcomer."""
-        self.slow_joiners.add(replica)
+    def has(self, replica: str, mark: Mark) -> bool:
+        return mark in self.marks.get(replica, ())
 
     def wait_for_verdict(self, now: float) -> None:
         """Wait again for complaints, because a silent member may be dead."""
@@ -197,6 +191,13 @@ class JobState:
     def take_policy(self, policy: Policy) -> None:
         start_wait_s = self.config.policy.start_wait_s
         self.config = replace(self.config, policy=replace(policy, start_wait_s=start_wait_s))
+
+    def note_running(self, peer: Peer, message: m.Running) -> bool:
+        """Note that a member has entered a round; return whether it is one of the epoch in force."""
+        if not self.is_current(message.fence):
+            return False
+        self.epoch.running.setdefault(peer.session.replica, message.step)
+        return True
 
     def note_session(self, peer: Peer) -> None:
         self.autonomy_s = max(self.autonomy_s, peer.session.autonomy_s)
@@ -404,10 +405,9 @@ class RosterLimits:
     def note_gone(self, process: ReplicaProcess, why: str) -> None:
         """Note in the record, for every later leader, that the host of this process is gone."""
         self.state.liveness.note_proof(process, why)
-        others = tuple(x for x in self.overrides.gone if x.process != process)
-        self.overrides = replace(
-            self.overrides, gone=(*others, GoneHost(*process, why[:MAX_REASON_CHARACTERS]))
-        )
+        gone = [x for x in self.overrides.gone if x.process != process]
+        gone.append(GoneHost(*process, why[:MAX_REASON_CHARACTERS]))
+        self.overrides = replace(self.overrides, gone=tuple(gone))
 
     def forget_gone(self) -> None:
         """Drop the word about each process that was heard again, or that the record names no more."""

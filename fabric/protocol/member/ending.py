@@ -6,7 +6,7 @@ end stops with an error. A loop that ends before its replica has caught up stops
 all members have finished, the job is over, with or without a lighthouse.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fabric.exit_codes import FAILED, FINISHED, RESTART
@@ -93,9 +93,9 @@ class Ending:
             return False
         return process.replica in round_.votes and self._context.replica in round_.votes
 
-    def tell_again(self, epoch: int) -> None:
-        """Tell the members of this epoch again, over a new link, that I have finished."""
-        self.notified_epochs.discard(epoch)
+    def tell_again(self, epochs: Iterable[int]) -> None:
+        """Tell the members of these epochs again, over new links, that I have finished."""
+        self.notified_epochs -= set(epochs)
 
     def end_when_due(self) -> None:
         if self._context.stopped:

@@ -43,7 +43,7 @@ class LinkWatch:
         self.flaps = False
 
     def on_link_failed(self, event: io.LinkFailed) -> None:
-        self._epochs.links.miss(event.unreachable)
+        self._epochs.links.lose((), event.unreachable)
         if self._epochs.runs(event.epoch):
             self._rounds.abort(event.why, event.about)
         elif self._epochs.newest is not None and event.epoch == self._epochs.newest.epoch:
@@ -60,12 +60,10 @@ class LinkWatch:
     def on_link_lost(self, event: io.LinkLost) -> None:
         if self._ending.has_said_all(ReplicaProcess(event.replica, event.incarnation)):
             return  # rule 5: the other member leaves, and no round needs it any more
-        if event.silent:
-            self._epochs.links.miss((event.replica,))
-        for record in (self._epochs.current, self._epochs.newest):
-            if record is not None and record.lists(event.replica, event.incarnation):
-                self._epochs.links.went_down(record.epoch)
-                self._ending.tell_again(record.epoch)
+        records = (x for x in (self._epochs.current, self._epochs.newest) if x is not None)
+        listed = [x.epoch for x in records if x.lists(event.replica, event.incarnation)]
+        self._epochs.links.lose(listed, (event.replica,) if event.silent else ())
+        self._ending.tell_again(listed)
         current = self._epochs.current if self._epochs.mode in (Mode.RUN, Mode.CATCH_UP) else None
         if current is not None and current.lists(event.replica, event.incarnation):
             if not self._session.contact.finished:  # a member that has finished is in no round

@@ -186,11 +186,10 @@ class LinkState:
         self.silent.difference_update(names)
         self.lost_bytes = 0
 
-    def went_down(self, epoch: int) -> None:
-        self.up.discard(epoch)
-
-    def miss(self, names: Iterable[str]) -> None:
-        self.silent.update(names)
+    def lose(self, epochs: Iterable[int], unreachable: Iterable[str]) -> None:
+        """Note epochs that are no longer linked, and members that cannot be reached."""
+        self.up.difference_update(epochs)
+        self.silent.update(unreachable)
 
     def probed(self, unreachable: set[str], lost_bytes: int) -> bool:
         """Take the outcome of a probe; return whether it is news."""

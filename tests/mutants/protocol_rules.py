@@ -345,6 +345,20 @@ RULES = (
     ),
     # published gradients
     Mutant(
+        "a new leader ends no promise of an earlier one",
+        Joins.take_over,
+        "session.serves",
+        "()",
+        "protocol/test_leader.py::test_a_new_leader_ends_the_promises_to_a_newcomer_that_does_not_come_to_it",
+    ),
+    Mutant(
+        "a new leader ends the promises to a newcomer that comes late",
+        Joins.serve,
+        "self.state.now < self.state.liveness.grace_until",
+        "False",
+        "protocol/test_leader.py::test_a_new_leader_ends_the_promises_to_a_newcomer_that_does_not_come_to_it",
+    ),
+    Mutant(
         "a gradient is asked of one source only",
         CatchUp.fetch_when_behind,
         "urls = tuple(x for x in dict.fromkeys([*self.fetch.urls, *roster]) if x not in own)",

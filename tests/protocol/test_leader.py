@@ -802,6 +802,34 @@ def test_gradients_are_kept_until_the_newcomer_takes_part():
     assert {r for r, _ in lighthouse.sent(m.StopServing)} == {"a", "b", "c"}
 
 
+def serving_after_a_fail_over():
+    """Return a new leader, to which members say that they keep gradients for c."""
+    lighthouse = Lighthouse(record_of("a b", epoch=1))
+    for name in "ab":
+        lighthouse.open(name, generation=1, step=5, epoch=1, serves=("c",))
+        lighthouse.status(name)
+        lighthouse.beat(name, 5)
+    return runs(lighthouse, "a b", 5)
+
+
+def test_a_new_leader_ends_the_promises_to_a_newcomer_that_does_not_come_to_it():
+    lighthouse = serving_after_a_fail_over()
+    assert not lighthouse.sent(m.StopServing), "it may still come"
+    lighthouse.wait(4.0)
+    assert {r for r, _ in lighthouse.sent(m.StopServing)} == {"a", "b"}
+
+
+def test_a_new_leader_keeps_the_promises_to_a_newcomer_until_it_is_gone():
+    lighthouse = serving_after_a_fail_over()
+    lighthouse.open("c", generation=1, step=1, epoch=1)
+    lighthouse.status("c")
+    lighthouse.beat("c", 1)
+    lighthouse.wait(4.0)
+    assert not lighthouse.sent(m.StopServing)
+    lighthouse.lose("c")
+    assert {r for r, _ in lighthouse.sent(m.StopServing)} == {"a", "b"}
+
+
 # --- refusing --------------------------------------------------------------------------------------------
 
 

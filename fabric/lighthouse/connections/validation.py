@@ -186,6 +186,7 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
     _check_length("secret", session.secret, MAX_SECRET)
     _check_length("rack", session.rack, MAX_NAME)
     _check_length("adapt", session.adapt, MAX_NAME)
+    _check_names("serves", session.serves, MAX_NAMES, MAX_NAME)
     if len(session.predecessors) > MAX_NAMES:
         raise ProtocolError(f"Session.predecessors must be a list of at most {MAX_NAMES}")
     if not 0 <= session.autonomy_s <= _MAX_BUDGET_S:

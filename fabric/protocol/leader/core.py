@@ -349,6 +349,7 @@ class LeaderCore:
             self.endings.note_finished(session.replica, session.step)
         if announcement is not None:
             self.outbox.send(session.replica, announcement.for_session(session))
+            self.joins.take_over(session)
             self.joins.serve_again(session.replica)
             if record.complete:
                 self.outbox.send(session.replica, m.Complete(record.fence, record.base.step))

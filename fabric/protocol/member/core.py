@@ -9,6 +9,7 @@ Each part of the core owns its fields and uses only parts before it in this orde
 ``session``, ``serving``, ``rounds``, ``catch_up``, ``ending``, ``link_watch``, ``membership``.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -183,5 +184,6 @@ class MemberCore:
 
     def on_connected(self, _: io.LeaderConnected) -> None:
         """Open the session; forget the request of the last session, which may never have arrived."""
-        self.session.open(self.serving.snapshots)
+        serves = tuple(name for name, last in self.serving.listeners.items() if last == math.inf)
+        self.session.open(self.serving.snapshots, serves)
         self.catch_up.forget_request()

@@ -180,11 +180,11 @@ class LighthouseSession:
         """Forget the abort of an epoch of the former store."""
         self.contact.aborted, self.contact.unsaid = None, False
 
-    def open(self, snapshots: tuple[SnapshotRef, ...]) -> None:
+    def open(self, snapshots: tuple[SnapshotRef, ...], serves: tuple[str, ...]) -> None:
         """Begin a session; repeat the other messages that the leader must know."""
         self.contact.connected = True
         self.hurry()
-        self._context.emit(io.SendLeader(self._first_message(snapshots)))
+        self._context.emit(io.SendLeader(self._first_message(snapshots, serves)))
         if self.contact.failed is not None:
             self._context.emit(io.SendLeader(self.contact.failed))
         if self.contact.unsaid:
@@ -192,7 +192,7 @@ class LighthouseSession:
             self.contact.unsaid = False
             self.repeat_aborted()
 
-    def _first_message(self, snapshots: tuple[SnapshotRef, ...]) -> m.OpenSession:
+    def _first_message(self, snapshots: tuple[SnapshotRef, ...], serves: tuple[str, ...]) -> m.OpenSession:
         me, state, newest = self._context.identity, self._memory.state, self._epochs.newest
         config = self._context.config
         return m.OpenSession(
@@ -207,6 +207,7 @@ class LighthouseSession:
             store_id=newest.store_id if newest is not None else "",
             began=self._memory.began,
             snapshots=snapshots,
+            serves=serves[:MAX_NAMED],
             finished=self.contact.finished,
             roster=newest.roster_digest if newest is not None else "",
         )

@@ -243,6 +243,7 @@ class OpenSession:
     began: Int64 = 0  # the step at which the process began, before it loaded any state
     store_id: str = ""  # the store of the newest epoch that the sender knows; empty: it knows none
     replay_steps: Int64 = 0  # the most gradients with fewer bytes than its servers' snapshots; 0: not said
+    serves: tuple[str, ...] = ()  # the newcomers for which it keeps gradients, as an earlier leader asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,6 @@ from fabric.protocol.messages.rank_messages import (
     summed_digest,
     urls_of_rank,
     with_own,
-    without_own,
 )
 
 # The most rounds whose digests by rank are kept, because a commit soon follows its round.
@@ -75,7 +74,7 @@ class ToSelf:
 
 
 Event = io.Event | FromRank | FromHost | EndReplica
-Effect = io.SendPeer | io.SendLeader | io.WriteJournal | io.ClaimAbove | io.Probe | ToOthers | ToSelf
+Effect = io.ReplicaEffect | ToOthers | ToSelf
 
 # Outcomes of the main threads. A thread has one command at a time, besides TellDigest, and one outcome of
 # each rank makes the answer. The core does not wait for digests, and may give the next command before every
@@ -168,7 +167,7 @@ class Ranks:
     def _record_event(self, event: io.Event, now: float) -> None:
         self._is_stale = True
         for effect in self.member.handle(event, now) if not self.over else ():
-            if isinstance(effect, io.SendPeer | io.SendLeader | io.WriteJournal | io.ClaimAbove | io.Probe):
+            if isinstance(effect, io.ReplicaEffect):
                 self._effects.append(effect)
             elif not self.over:
                 self._command(effect)
@@ -221,7 +220,8 @@ class Ranks:
         """The effect without what differs by rank, and what each rank gets for itself."""
         if isinstance(effect, io.LinkUp | io.Switch):
             own = addresses_by_rank(effect.record, self.size)
-            return replace(effect, record=without_own(effect.record)), own
+            roster = tuple(replace(x, link="", ckpt="", ranks=()) for x in effect.record.roster)
+            return replace(effect, record=replace(effect.record, roster=roster)), own
         if isinstance(effect, io.Publish | io.Apply) and effect.prepared is not None:
             # Each rank knows its own digest.
             return replace(effect, prepared=replace(effect.prepared, gradient_digest="")), ()

@@ -232,7 +232,8 @@ def rebuild_the_report_for_another_leader(patch: Patch) -> None:
                 round_epoch=last_round.epoch,
                 round_step=last_round.step,
                 round_lacked=tuple(set(member._epochs.newest.names) - set(last_round.roster)),
-                prepared=prepared is not None and last_round.is_that_of(prepared),
+                prepared=prepared is not None
+                and (prepared.epoch, prepared.step) == (last_round.epoch, last_round.step),
                 have=tuple(sorted(member._memory.kept_gradient.have)),
                 committed_digest=member._memory.state.committed_digest,
             )

@@ -176,7 +176,6 @@ class Admission:
             self.readmission_backoff[process] = Backoff(times, self.state.now + wait_s, late)
 
     def forget(self, replica: str) -> None:
-        """Forget the process before of this replica."""
         self.waiting_outside.pop(replica, None)
 
     def keep_out_of_rounds(self, peer: Peer) -> None:

@@ -444,9 +444,8 @@ class LeaderCore:
     # --- messages --------------------------------------------------------------------------------------
 
     def on_beat(self, peer: Peer, beat: m.Heartbeat) -> None:
-        went_on = peer.beat is not None and beat.step > peer.beat.step
-        if went_on and self.state.in_force(peer):
-            self.progress.note_move()
+        went_on = peer.beat is not None and beat.step > peer.beat.step and self.state.in_force(peer)
+        if went_on:
             self.rebuilds.note_step()
         if peer.beat is not None and beat.busy != peer.beat.busy:
             # The work that the member announced has ended, or other work with a time limit of its own begins.
@@ -455,7 +454,7 @@ class LeaderCore:
         self.state.note_named(peer)
         self.progress.record_empty_step(peer, beat)
         self.admission.note_return(peer, beat)
-        self.progress.note_step(peer)
+        self.progress.note_step(peer, went_on)
         self.bases.note_loaded(beat.generation)
         writing, record = self.writer.writing, self.state.record
         if writing is None or record is None or writing.generation == record.generation:

@@ -209,12 +209,12 @@ class FailureEvidence:
         if not self.state.config.failures or not self.hosts or not self._has_other_host(host):
             return None
         histories = (x for x in self.hosts if x.host == host)
-        return next((x for x in histories if self.host_score(x, now) >= SUSPECT), None)
+        return next((x for x in histories if score(x, now, self.state.config.half_life_s) >= SUSPECT), None)
 
     def suspect_hosts(self) -> set[str]:
         """The hosts that failed so often that another one is taken first."""
         now = self.state.unix_now
-        suspects = {x.host for x in self.hosts if self.host_score(x, now) >= SUSPECT}
+        suspects = {x.host for x in self.hosts if score(x, now, self.state.config.half_life_s) >= SUSPECT}
         return suspects.union(x.about for x in self.penalties() if x.kind == "host")
 
     def hosts_that_failed(self) -> list[dict[str, Any]]:
@@ -232,13 +232,9 @@ class FailureEvidence:
             | {"failed": failed[x.host]}
             | {"suspect": value >= SUSPECT and self._has_other_host(x.host)}
             for x in self.hosts
-            if (value := self.host_score(x, now)) >= FORGOTTEN
+            if (value := score(x, now, self.state.config.half_life_s)) >= FORGOTTEN
         ]
         return sorted(rows, key=lambda x: (-x["score"], x["host"]))
-
-    def host_score(self, host: HostHistory, unix_s: float) -> float:
-        """The weight of this host's failures at that time."""
-        return score(host, unix_s, self.state.config.half_life_s)
 
     def stands_by(self, peer: Peer) -> bool:
         """Whether this peer joins only while members are missing: it is a spare, or its host is suspect."""

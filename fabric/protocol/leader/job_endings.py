@@ -45,11 +45,9 @@ class Endings:
         self.finished[replica] = step
 
     def forget(self, replica: str) -> None:
-        """Forget the process before of this replica."""
         self.finished.pop(replica, None)
 
     def give_up(self, why: str) -> None:
-        """Fail the job, because no state is left from which it could begin."""
         self.failure = why
 
     def note_ended(self, replica: str, ended: JobEnd | None) -> None:

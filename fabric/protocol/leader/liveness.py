@@ -386,7 +386,6 @@ class Liveness:
         self.began = now
 
     def note_proof(self, process: ReplicaProcess, why: str) -> None:
-        """Remember why this process has certainly ended."""
         self.proven_ends[process] = why
 
     def keep(self, roster: Sequence[Member]) -> None:

@@ -51,7 +51,6 @@ class OperatorOrders:
         self.draining[replica] = why
 
     def forget(self, replica: str) -> None:
-        """Forget the process before of this replica."""
         self.draining.pop(replica, None)
 
     def rescale(self, record: Record) -> bool:
@@ -158,7 +157,7 @@ class OperatorOrders:
         left = tuple(x for x in record.roster if not x.leaving)
         returning = {x.process for x in names if x.returns}
         if leaving and not returning and any(self.state.knows(x) for x in left):
-            self.writer.write_epoch(record, left, False, f"{_names(leaving)} leaves")
+            self.writer.write_epoch(record, left, False, f"{', '.join(x.replica for x in leaving)} leaves")
             return True
         if not names or all(x.replica in self.draining for x in record.roster):
             return False
@@ -167,7 +166,7 @@ class OperatorOrders:
         # A drain takes away the order to come back in another layout.
         layouts = tuple(x for x in record.adaptation.layouts if x.process not in returning)
         adaptation = replace(record.adaptation, layouts=layouts)
-        why = f"{_names(names)} is being drained: {whys}"
+        why = f"{', '.join(x.replica for x in names)} is being drained: {whys}"
         self.writer.write_epoch(record, roster, False, why, adaptation=adaptation)
         return True
 
@@ -264,7 +263,3 @@ class OperatorOrders:
         else:
             why = "" if self.state.is_spared_by(asked.replica) else "no other member knows the job's state"
         return f"{asked.replica} is not {asked.action}ed: {why}" if why else ""
-
-
-def _names(members: Iterable[Member]) -> str:
-    return ", ".join(x.replica for x in members)

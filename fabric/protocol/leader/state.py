@@ -48,7 +48,7 @@ class LeaderConfig:
 
 
 class Mark(Enum):
-    """What counts about a member that an epoch leaves out."""
+    """A fact about a member that an epoch leaves out."""
 
     EXCUSED = "an operator, a link or a state is the reason: it did not fail"
     CUT_OFF = "a link is missing"
@@ -79,8 +79,6 @@ class EpochState:
     departed: frozenset[ReplicaProcess] = frozenset()
     ended_at: float | None = None  # when all members but newcomers without a round had finished
 
-    # --- the answers of members ----------------------------------------------------------------------
-
     def on_report(self, replica: str, report: m.Report) -> m.Resume | None:
         """Take the first report of a member; return the decision for it, if there is one."""
         self.reports.setdefault(replica, report)
@@ -98,8 +96,6 @@ class EpochState:
         self.aborted[replica] = message
         return True
 
-    # --- what the leader makes of them ---------------------------------------------------------------
-
     def decide(self, decision: m.Resume, now: float) -> None:
         self.decision, self.decided_at = decision, now
         rows = (a for a in decision.table if a.drop or a.micro_batches)
@@ -115,13 +111,11 @@ class EpochState:
         self.stopped = reason
 
     def leave_out(self, replica: str, reason: str, now: float) -> None:
-        """Leave this member out of the next epoch."""
         if not self.pending_evictions:
             self.evictions_since = now
         self.pending_evictions[replica] = reason
 
     def keep(self, replica: str) -> None:
-        """Call the eviction of this member off."""
         del self.pending_evictions[replica]
 
     def mark(self, replica: str, marks: Iterable[Mark]) -> None:
@@ -176,7 +170,6 @@ class JobState:
         self.leading = False
 
     def amend(self, record: Record) -> None:
-        """Hold a record of the epoch in force that affects no present member."""
         self.record = record
 
     def begin_epoch(self, record: Record) -> None:
@@ -483,7 +476,11 @@ class RosterLimits:
         elif event.action == "resume":
             orders = replace(orders, paused="")
         elif event.action == "scale":
-            orders = self._scaled(event, by)
+            least = orders.min_replicas if event.min_replicas is None else event.min_replicas
+            most = orders.max_replicas if event.max_replicas is None else event.max_replicas
+            if (least, most) != (orders.min_replicas, orders.max_replicas):
+                scaled = by if least or most else ""
+                orders = replace(orders, min_replicas=least, max_replicas=most, scaled=scaled)
         elif event.action == "adapt":
             orders = replace(orders, adapt=event.mode)
         elif event.action == "veto":
@@ -491,14 +488,6 @@ class RosterLimits:
         elif event.action == "allow":
             orders = replace(orders, vetoed=tuple(x for x in orders.vetoed if x != event.replica))
         self.overrides = orders
-
-    def _scaled(self, event: io.Operator, by: str) -> OperatorOverrides:
-        old = self.overrides
-        least = old.min_replicas if event.min_replicas is None else event.min_replicas
-        most = old.max_replicas if event.max_replicas is None else event.max_replicas
-        if (least, most) == (old.min_replicas, old.max_replicas):
-            return old
-        return replace(old, min_replicas=least, max_replicas=most, scaled=by if least or most else "")
 
 
 @dataclass(slots=True, eq=False)
@@ -554,10 +543,9 @@ class Progress:
     def begin_generation(self, step: int) -> None:
         self.highest_step = step
 
-    def note_move(self) -> None:
-        self.last_step_at = self.state.now
-
-    def note_step(self, peer: Peer) -> None:
+    def note_step(self, peer: Peer, went_on: bool = False) -> None:
+        """Note the step of a process; ``went_on``: a heartbeat shows that this member has committed it."""
+        self.last_step_at = self.state.now if went_on else self.last_step_at
         is_higher = self.highest_step is None or peer.step > self.highest_step
         if is_higher and self.state.in_force(peer) and self.state.is_of_generation(peer):
             self.highest_step = peer.step

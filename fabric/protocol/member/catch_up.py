@@ -38,14 +38,16 @@ class CatchUp:
         fence = message.fence
         if newest is None or (fence.store_id, fence.generation) != (newest.store_id, newest.generation):
             return
-        if self._epochs.is_awaiting() or (message.again and self._epochs.mode is Mode.OUTSIDE):
-            self._start_from(message)
-            return
-        if self.fetch.doing != "asked":
-            return
-        if self._epochs.mode not in (Mode.OUTSIDE, Mode.JOINED):
-            return
         own, theirs = self._memory.state, message.state
+        if self._epochs.is_awaiting() or (message.again and self._epochs.mode is Mode.OUTSIDE):
+            # Load this state in place of mine, unless I hold it or fetch it already.
+            there = own.generation == newest.generation and own.step >= theirs.step
+            if not there and theirs not in (self.fetch.wanted, self.fetch.state):
+                self._memory.distrust()
+                self.want(theirs, message.urls)
+            return
+        if self.fetch.doing != "asked" or self._epochs.mode not in (Mode.OUTSIDE, Mode.JOINED):
+            return
         if own.digest and (own.step, own.digest) == (theirs.step, theirs.digest):
             # This member's state equals the other members' state, although it is of another generation.
             self._memory.adopt(newest.generation)
@@ -56,19 +58,6 @@ class CatchUp:
             self.want(theirs, message.urls)
         else:
             self.fetch = Fetch(urls=message.urls)
-
-    def _start_from(self, message: m.StateSources) -> None:
-        """Load this state in place of mine, unless I hold it or fetch it already."""
-        assert self._epochs.newest is not None
-        wanted = message.state
-        there = (
-            self._memory.state.generation == self._epochs.newest.generation
-            and self._memory.state.step >= wanted.step
-        )
-        if there or wanted in (self.fetch.wanted, self.fetch.state):
-            return
-        self._memory.distrust()
-        self.want(wanted, message.urls)
 
     def want(self, wanted: SnapshotRef | None, urls: tuple[str, ...] = ()) -> None:
         """Fetch this state next (None: nothing). The fetch under way ends first; its result is dropped."""

@@ -103,7 +103,7 @@ class MemberCore:
             io.GradientGone: self.catch_up.on_gradient_gone,
             io.Snapshotted: self.serving.on_snapshotted,
             io.RingWaitsFor: self.rounds.on_ring_waits_for,
-            io.Tick: self.on_tick,
+            io.Tick: lambda _: None,  # ``_advance`` looks at what is due after every event
         }
 
     # --- the contract ----------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ class MemberCore:
             if not isinstance(event, io.RingWaitsFor):  # RingWaitsFor starts no stage
                 self._advance()
                 self.link_watch.probe_when_due()
-                if self.session.is_beat_due:  # checked first, because listing the missing members takes long
+                contact = self.session.contact
+                if contact.connected and now >= contact.next_beat:  # first: listing the missing takes long
                     self.session.beat(self.rounds.missing(), self.serving.saves, self.serving.saved)
         return context.effects
 
@@ -165,9 +166,6 @@ class MemberCore:
             self.rounds.enter_round()
 
     # --- events that concern several parts -------------------------------------------------------------
-
-    def on_tick(self, _: io.Tick) -> None:
-        """Do nothing: ``_advance`` looks at what is due after every event."""
 
     def on_peer(self, event: io.FromPeer) -> None:
         """Take another member's message, about its end or a round."""

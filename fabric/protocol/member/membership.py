@@ -75,10 +75,11 @@ class Membership:
 
     def on_change(self, message: m.RosterDelta) -> None:
         """Rule 6: apply a roster delta; ask for the whole epoch if I do not hold the roster before it."""
-        record = roster_delta.applied(message, self._epochs.newest)
+        newest, fence = self._epochs.newest, message.record.fence
+        record = roster_delta.applied(message, newest)
         if record is not None:
             self._hear_of(record)
-        elif self._epochs.newest is None or not self._epochs.is_past(message.record.fence):
+        elif newest is None or fence.store_id != newest.store_id or fence >= newest.fence:
             self._context.emit(
                 io.WriteJournal("roster", message.record.epoch, self._memory.state.step, "I request it whole")
             )
@@ -207,7 +208,8 @@ class Membership:
             round_epoch=last_round.epoch,
             round_step=last_round.step,
             round_lacked=tuple(x for x in record.names if x not in there) if last_round.epoch else (),
-            prepared=prepared is not None and last_round.is_that_of(prepared),
+            prepared=prepared is not None
+            and (prepared.epoch, prepared.step) == (last_round.epoch, last_round.step),
             gradient_digest=prepared.gradient_digest if prepared is not None else "",
             disputed=self._rounds.disputed == (last_round.epoch, last_round.step),
             outvoted=self._memory.state.outvoted,

@@ -137,11 +137,6 @@ class Round:
         others = Counter(vote for vote in votes if vote not in ("", digest))
         return bool(digest and others) and 2 * max(others.values()) > len(alike)
 
-    def culprits(self) -> str:
-        """Name the members that voted that their own contribution was not finite; empty if there are none."""
-        tensors = sorted((n, b.nonfinite) for n, b in self.votes.items() if b.nonfinite)
-        return ", ".join(f"{name} (its {tensor})" for name, tensor in tensors)
-
     def next_epoch(self) -> int:
         """The next epoch if every vote is ready for it, otherwise the epoch of this round."""
         ready = {b.ready for b in self.votes.values()}
@@ -276,7 +271,6 @@ class Rounds:
         self.prepared = None
 
     def forget(self) -> None:
-        """Forget the rounds of the former store."""
         self.last_round, self.disputed = LastRound(), None
 
     def go_to(self, record: Record) -> None:
@@ -312,19 +306,17 @@ class Rounds:
 
     def on_ready(self, event: io.Ready) -> None:
         self._memory.on_ready(event)
-        is_news = bool(event.digest) or (event.times is not None and bool(event.times.measured))
-        self._session.note_step(event, is_news or self._is_followed())
+        # The leader needs each step of mine at once in a new epoch, and while a replica joins.
+        contact, epochs = self._session.contact, self._epochs
+        runs = epochs.mode is Mode.RUN and not contact.finished and epochs.newest is not None
+        settled = runs and epochs.newest is epochs.current and contact.beaten_epoch == epochs.epoch()
+        is_asked = bool(self._serving.listeners) or self._context.now - contact.asked < FOLLOWED_S
+        measured = event.times is not None and bool(event.times.measured)
+        self._session.note_step(event, not settled or is_asked or measured or bool(event.digest))
 
     def on_digested(self, event: io.Digested) -> None:
         if self._memory.on_digested(event):
             self._session.hurry()
-
-    def _is_followed(self) -> bool:
-        """Whether the leader needs each step of mine at once: in a new epoch, and while a replica joins."""
-        contact, epochs = self._session.contact, self._epochs
-        runs = epochs.mode is Mode.RUN and not contact.finished and epochs.newest is not None
-        settled = runs and epochs.newest is epochs.current and contact.beaten_epoch == epochs.epoch()
-        return not settled or bool(self._serving.listeners) or self._context.now - contact.asked < FOLLOWED_S
 
     def on_computed(self, event: io.Computed) -> None:
         wanted = self._memory.on_computed(event)
@@ -575,7 +567,9 @@ class Rounds:
 
     def _judge_nonfinite(self, prepared: io.PreparedRound) -> bool:
         """Act on a sum that is not finite, in the same way on all members; return whether the job ends."""
-        culprits = self.round.culprits() if self.round is not None else ""
+        votes = self.round.votes.items() if self.round is not None else ()
+        tensors = sorted((name, vote.nonfinite) for name, vote in votes if vote.nonfinite)
+        culprits = ", ".join(f"{name} (its {tensor})" for name, tensor in tensors)
         why = f"the averaged gradient of {prepared.nonfinite} at step {prepared.step} is not finite"
         why += f": nor is the contribution of {culprits}" if culprits else ""
         if self._context.config.on_nan != "stop":

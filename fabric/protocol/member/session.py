@@ -96,10 +96,6 @@ class LighthouseSession:
         self.contact.aborted, self.contact.unsaid = message, not self.contact.connected
         self._context.emit(io.SendLeader(self.contact.aborted))
 
-    @property
-    def is_beat_due(self) -> bool:
-        return self.contact.connected and self._context.now >= self.contact.next_beat
-
     def beat(self, waiting_for: tuple[str, ...], saves: bool, saved: bool) -> None:
         """Send a heartbeat; my round waits for a message of each member in ``waiting_for``."""
         contact = self.contact
@@ -173,11 +169,9 @@ class LighthouseSession:
         self._context.emit(io.SendLeader(self.contact.fallen))
 
     def has_answer(self) -> None:
-        """Note that the leader has answered that I cannot go on."""
         self.contact.fallen = None
 
     def forget(self) -> None:
-        """Forget the abort of an epoch of the former store."""
         self.contact.aborted, self.contact.unsaid = None, False
 
     def open(self, snapshots: tuple[SnapshotRef, ...], serves: tuple[str, ...]) -> None:

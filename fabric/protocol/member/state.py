@@ -131,10 +131,6 @@ class LastRound:
     step: int = 0
     roster: tuple[str, ...] = ()
 
-    def is_that_of(self, prepared: io.PreparedRound) -> bool:
-        """Whether ``prepared`` belongs to this round."""
-        return (prepared.epoch, prepared.step) == (self.epoch, self.step)
-
 
 @dataclass(slots=True)
 class Fetch:
@@ -274,8 +270,6 @@ class MemberMemory:
         self.plan = context.config.plan or DataPlan(context.identity.micro_batches)
         self.agreed = 0  # the newest epoch in which a state that I updated had another member's digest
 
-    # --- the main thread's work, and its ends --------------------------------------------------------
-
     def order(self, effect: io.Compute | io.Apply | io.Install) -> None:
         """Give the main thread its next work."""
         self.waiting = False
@@ -338,8 +332,6 @@ class MemberMemory:
 
     def on_loop_left(self) -> None:
         self.waiting = False
-
-    # --- what other members say about my state -------------------------------------------------------
 
     def adopt(self, generation: int) -> None:
         """Let my state count in this generation: it is the base, or equals the other members' state."""
@@ -459,11 +451,6 @@ class KnownEpochs:
     def by_veteran(record: Record, event: io.FromPeer) -> bool:
         member = record.member(event.replica)
         return member is not None and not member.joining and isinstance(event.message, m.Contribution)
-
-    def is_past(self, fence: Fence) -> bool:
-        """Whether I know a newer epoch of the same store."""
-        newest = self.newest
-        return newest is not None and fence.store_id == newest.store_id and fence < newest.fence
 
     def is_at(self, where: Record | Fence, step: int) -> bool:
         return (self._memory.state.generation, self._memory.state.step) == (where.generation, step)

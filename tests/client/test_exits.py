@@ -164,7 +164,7 @@ EXITS: dict[str, tuple[str, str]] = {
         "FAILED",
         "protocol/test_rank_orders.py::test_ranks_with_different_loops_are_an_error",
     ),
-    "protocol/ranks.py Ranks._stand_together": (
+    "protocol/ranks.py Ranks._on_main": (
         "FAILED",
         "protocol/test_rank_digests.py::test_ranks_that_tell_the_digests_of_different_steps_end_the_replica",
     ),

@@ -238,8 +238,8 @@ class CoreContext:
     def leave(self, entry: Member | None) -> None:
         """Stop as a leaving member. ``entry``: this member's entry in the last roster that lists it."""
         if entry is None or not entry.returns:
-            code = RESTART if self.noticed_at < math.inf else FINISHED
-            self.stop(code, "drained: the others go on without this replica")
+            why = "drained: the others go on without this replica"
+            self.stop(RESTART if self.noticed_at < math.inf else FINISHED, why)
             return
         reason = f"comes back in the layout {entry.returns}: the others go on meanwhile"
         self.end(io.Stop(RESTART, reason, layout=entry.returns))

@@ -19,7 +19,7 @@ from fabric.protocol.messages import wire
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion
 from fabric.protocol.rules.layout_text import layout_summary, layout_text
 
-SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
+SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="")
 STATUS = m.TrainerStatus("r0", 1, "running", 1, "http://127.0.0.1:1")
 BEAT = m.Heartbeat(1, 1, 1, 1)
 FENCE = Fence("store", 1, 1)

@@ -34,7 +34,7 @@ from fabric.protocol.messages import wire
 STATE = SnapshotRef(1, 2, "d" * v.MAX_DIGEST)
 NAMES = tuple(f"{i:064}" for i in range(v.MAX_UNREACHABLE))
 LONG = "w" * 1_000_000
-SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
+SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="")
 
 
 def largest(fence: Fence) -> dict[type, m.Message]:
@@ -65,6 +65,7 @@ def largest(fence: Fence) -> dict[type, m.Message]:
             adapt="a" * v.MAX_NAME,
             launched=LaunchedLayouts("l", layouts, layouts),
             store_id="i" * v.MAX_DIGEST,
+            serves=("r" * v.MAX_NAME,) * v.MAX_NAMES,
         ),
         m.Heartbeat(
             *(7, 1, 1, 1, "d" * v.MAX_DIGEST, LONG[:10_000], NAMES, LONG[:10_000], times, earlier),

@@ -179,7 +179,6 @@ class Admission:
         self.waiting_outside.pop(replica, None)
 
     def keep_out_of_rounds(self, peer: Peer) -> None:
-        """Keep this process out until the user code has returned for which it is evicted."""
         self.evicted_in_user_code[peer.process] = peer.step
 
     def refuse_unlike(self, session: m.OpenSession) -> None:

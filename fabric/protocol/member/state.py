@@ -183,7 +183,6 @@ class LinkState:
         self.lost_bytes = 0
 
     def lose(self, epochs: Iterable[int], unreachable: Iterable[str]) -> None:
-        """Note epochs that are no longer linked, and members that cannot be reached."""
         self.up.difference_update(epochs)
         self.silent.update(unreachable)
 
@@ -397,7 +396,6 @@ class KnownEpochs:
         self.newest = record
 
     def enter(self, record: Record, first_step: int) -> None:
-        """Put this epoch in force."""
         self.current = record
         self.links.enter(record.epoch, first_step)
         self._context.emit(io.Switch(record))
@@ -410,7 +408,6 @@ class KnownEpochs:
         self.resume = decision
 
     def forget(self) -> None:
-        """Forget the epochs of the former store."""
         self.newest = self.current = self.report = None
 
     def enter_mode(self, mode: Mode) -> None:

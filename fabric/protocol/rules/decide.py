@@ -213,8 +213,7 @@ def _minority(
     }
     longest = min(tenures.values())
     winners = [d for d, tenure in tenures.items() if tenure == longest]
-    two = sorted((x.since, x.replica) for x in record.roster if x.replica in digests)
-    newest = two[1][1] if len(two) == 2 and two[0][0] < two[1][0] else ""
+    newest = _newest_of_two(record, digests)
     if newest and reports[newest].unconfirmed:
         (other,) = digests.keys() - {newest}
         since = f"was let in last, in epoch {entered[newest]}"
@@ -230,6 +229,12 @@ def _minority(
         )
     losers = tuple(name for name, digest in digests.items() if digest != winners[0])
     return Evict(losers, _disagrees(losers, what))
+
+
+def _newest_of_two(record: Record, digests: Mapping[str, str]) -> str:
+    """Of two members, the one that was admitted later; empty for more members, or for equal tenures."""
+    entered = sorted((x.since, x.replica) for x in record.roster if x.replica in digests)
+    return entered[1][1] if len(entered) == 2 and entered[0][0] < entered[1][0] else ""
 
 
 def _disagrees(names: tuple[str, ...], what: str) -> str:

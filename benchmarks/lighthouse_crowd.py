@@ -26,7 +26,7 @@ from collections import Counter
 
 import uvloop
 
-from fabric.model import PROTOCOL_VERSION, Record
+from fabric.model import PROTOCOL_VERSION, DataPlan, Record
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta, wire
 
@@ -254,7 +254,7 @@ class MemberConnection(asyncio.Protocol):
             ckpt=f"http://{place}:51234",
             micro_batches=self.crowd.total,
             layout=digest,
-            roster=self.record.roster_digest if self.record is not None else "none",
+            roster=self.record.roster_digest if self.record is not None else "",
         )
 
     def beat(self) -> None:
@@ -319,11 +319,11 @@ class MemberConnection(asyncio.Protocol):
             digest="",
             round_epoch=self.running,
             round_step=self.step,
-            round_roster=(),
+            round_lacked=(),
             prepared=False,
             gradient_digest="",
             have=(self.number,) if ran else (),
-            round_lacked=(),
+            plan=DataPlan(1),
         )
 
 

@@ -24,7 +24,7 @@ if str(TESTS := Path(__file__).resolve().parent.parent / "tests") not in sys.pat
 
 from benchmarks.common import begin, finish, say, table, verdict
 from fabric.lighthouse.service import THRESHOLDS
-from fabric.model import Policy, Record
+from fabric.model import DataPlan, Policy, Record
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
@@ -164,7 +164,7 @@ class SimulatedCrowd:
                     ckpt=f"http://10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}:51234",
                     micro_batches=len(self.names),
                     layout="0123456789abcdef" * 2,
-                    roster=record.roster_digest if record is not None else "none",
+                    roster=record.roster_digest if record is not None else "",
                 )
             )
         )
@@ -172,7 +172,7 @@ class SimulatedCrowd:
     def report_all(self) -> None:
         """Every member answers the forced epoch: it holds nothing, and has its share computed."""
         record, step = self.record, self.steps
-        entered = (record.epoch - 1, step, record.names) if record.epoch > 1 else (0, 0, ())
+        entered = (record.epoch - 1, step) if record.epoch > 1 else (0, 0)
         for number, member in enumerate(record.roster):
             report = m.Report(
                 fence=record.fence,
@@ -181,10 +181,11 @@ class SimulatedCrowd:
                 digest="0123456789abcdef" * 2,
                 round_epoch=entered[0],
                 round_step=entered[1],
-                round_roster=entered[2],
+                round_lacked=(),
                 prepared=False,
                 gradient_digest="",
                 have=(number,) if record.epoch > 1 else (),
+                plan=DataPlan(len(self.names)),
             )
             if number == 0:
                 self.said_bytes["Report"] = len(wire.encode(report))

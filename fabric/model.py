@@ -134,7 +134,7 @@ class Member(OfProcess):
     cuts: str = ""  # the parts of the parameters that each rank holds; empty: all members are cut alike
     # The layout in which a leaving member's launcher starts it again; empty: the member does not come back.
     returns: str = ""
-    stores: bool = True  # whether it has storage for durable checkpoints; an older version does not say
+    stores: bool = True  # whether it has storage for durable checkpoints
 
     @property
     def addresses(self) -> tuple[RankAddress, ...]:
@@ -142,9 +142,7 @@ class Member(OfProcess):
         return (RankAddress(self.link, self.ckpt), *self.ranks)
 
 
-# Members of the version before compute the same digest, so their sessions name the roster of the record.
-_NEWER = {"stores"}  # the fields that the version before has not; they do not change while a process lives
-_ENTRY = attrgetter(*(f.name for f in fields(Member) if f.name not in _NEWER))
+_ENTRY = attrgetter(*(f.name for f in fields(Member)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,17 +336,15 @@ class Record:
     sharing: Sharing = EVERYTHING  # what the sessions asked for when the generation began
     poison: tuple[Poison, ...] = ()  # changes only in forced records
     failed: str = ""  # why the job has failed, for a person; empty: it has not failed
-    # The incident id of this epoch, or of the loss that a rejoin in this epoch ends; empty: an older version.
-    incident_id: str = ""
-    # How many members this epoch needs to step; 0, by an older version: as each member's own setting says.
-    min_replicas: Int64 = 0
+    incident_id: str = ""  # of this epoch, or of the loss that a rejoin in this epoch ends
+    min_replicas: Int64 = 0  # how many members this epoch needs to step; 0: as each member's own setting says
     overrides: OperatorOverrides = OperatorOverrides()
     failures: tuple[HostFailure, ...] = ()  # the newest failures
     ended: float = 0.0  # when the job was complete, Unix seconds; 0: not known
     autonomy_s: float = 0.0  # the longest that any member may commit without a lighthouse; 0: not known
     hosts: tuple[HostHistory, ...] = ()  # the hosts that failed in the last days
     adaptation: Adaptation = Adaptation()  # changes only with the epoch
-    policy: Policy | None = None  # what the replicas agreed on; None: an older version has not written it
+    policy: Policy | None = None  # what the replicas agreed on; None: they have not said it
     # The replica on each data slot, also while it is away; empty: nobody, or data slots do not matter.
     seats: tuple[str, ...] = ()
 
@@ -482,7 +478,7 @@ class StepTimes:
     work: dict[Int64, float] = field(default_factory=dict)  # micro-batch -> declared work, else samples
     samples: float = 0.0
     squares: float = 0.0  # sum of the squared lengths of all documents; 0: not declared
-    micro_batches: Int64 = 0  # number of micro-batches computed, repetitions included; 0: an older version
+    micro_batches: Int64 = 0  # number of micro-batches computed, repetitions included
     waited_s: float = 0.0  # part of ``compute_s`` for which this rank waited for other ranks of its replica
     ranks: tuple[RankTimes, ...] = ()  # by rank, in a replica of several ranks
     measured: tuple[SpeedMeasurement, ...] = ()  # micro-benchmarks that ran before this step

@@ -29,18 +29,18 @@ LIMITS = {
     "sentences that begin with a headless who or what": 0,
     "locals with a vague name": 0,
     "writes of a shell into a core": 0,
-    "writes of a part of a core into another part": 159,
+    "writes of a part of a core into another part": 0,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 82_436,
+    "lines of fabric/": 82_374,
     "files of fabric/": 350,
     "packages over their budget of lines": 0,
-    "single-use helpers of at most four lines, per 1,000 lines": 0.59,
-    "functions that only forward": 68,
+    "single-use helpers of at most four lines, per 1,000 lines": 0.52,
+    "functions that only forward": 67,
     "settings": 30,
     "flags and arguments of commands": 87,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.7,
+    "lines of fabric/ per function": 14.59,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {
@@ -53,13 +53,13 @@ BUDGETS = {
     "ftar": 5_059,
     "health": 1_435,
     "integrations": 8_435,
-    "lighthouse": 8_396,
-    "model and errors": 661,
+    "lighthouse": 8_388,
+    "model and errors": 657,
     "plan": 1_727,
-    "protocol": 11_663,
+    "protocol": 11_661,
     "runtime": 3_670,
     "store": 1_515,
-    "transport": 1_234,
+    "transport": 1_186,
 }
 
 MAX_ATTRIBUTES = 20

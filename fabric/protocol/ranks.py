@@ -13,7 +13,7 @@ rank 0 has one link to it, that of the host's first rank: its ``HostVoice`` sums
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fabric.errors import IllegalTransition, ProtocolError
@@ -42,7 +42,6 @@ from fabric.protocol.messages.rank_messages import (
     summed_digest,
     urls_of_rank,
     with_own,
-    without_own,
 )
 
 # The most rounds whose digests by rank are kept, because a commit soon follows its round.
@@ -75,23 +74,39 @@ class ToSelf:
 
 
 Event = io.Event | FromRank | FromHost | EndReplica
-Effect = io.SendPeer | io.SendLeader | io.WriteJournal | io.ClaimAbove | io.Probe | ToOthers | ToSelf
+Effect = io.ReplicaEffect | ToOthers | ToSelf
 
 # Outcomes of the main threads. A thread has one command at a time, besides TellDigest, and one outcome of
 # each rank makes the answer. The core does not wait for digests, and may give the next command before every
 # rank has told its digest.
-_MAIN = (io.Ready, io.Digested, io.Computed, io.Installed, io.InstallFailed, io.Closing)
-_FETCHES = (io.FetchState, io.FetchGradient)
+_MAIN = (io.Ready, io.Computed, io.Installed, io.InstallFailed, io.Closing)
 Ranked = Sequence[int]
+# A question that every rank answers once, for example ("round", epoch, step).
+Question = tuple[str | int, ...]
 
 
-@dataclass(slots=True)
-class _Fetching:
-    """The newest fetch."""
+def question_of(event: RankEvent, number: int) -> Question:
+    """Name what every rank answers with such an event; empty where other ranks need not answer.
 
-    number: int = 0  # number of the command that this answer is for
-    command: io.FetchState | io.FetchGradient | None = None
-    ended: dict[int, RankEvent] = field(default_factory=dict)  # rank -> its outcome of the command
+    ``number``: as in RankOutcome.
+    """
+    if isinstance(event, _MAIN):
+        return ("main",)
+    if isinstance(event, io.Digested):
+        return ("digest",)
+    if isinstance(event, io.Streaming):
+        return ("backward",)
+    if isinstance(event, io.Linked):
+        return ("links", event.epoch)
+    if isinstance(event, io.Exchanged):
+        return ("round", event.epoch, event.step)
+    if isinstance(event, io.StateFetched | io.FetchFailed | io.GradientFetched):
+        return ("fetch", number)
+    if isinstance(event, io.Snapshotted):
+        return ("snapshot", event.generation, event.step)
+    if isinstance(event, SnapshotNamed):
+        return ("name", event.generation, event.step)
+    return ()
 
 
 class Ranks:
@@ -105,17 +120,13 @@ class Ranks:
         self.over = False  # whether rank 0 has ordered the ranks to finish or to stop
         self.lost = False  # whether a rank ended without an order to finish or to stop
         self._number = 0
-        self._main: dict[int, RankEvent] = {}
-        self._streaming: dict[int, io.Streaming] = {}  # the ranks whose last backward has begun
-        self._digested: dict[int, io.Digested] = {}  # the answers to the TellDigest under way
+        # The answers so far, by rank. Those about links and rounds stay when all ranks have answered.
+        self._answers: dict[Question, dict[int, RankEvent]] = {}
+        self._fetch: RankCommand | None = None  # the fetch under way
         self._closing: io.Closing | None = None  # Closing, held back until the snapshot under way ends
-        self._linked: dict[int, set[int]] = {}  # epoch -> ranks that have all links of the epoch
-        self._reduced: dict[tuple[int, int], dict[int, io.Exchanged]] = {}  # round -> rank -> its result
-        self._fetching = _Fetching()
-        self._snapshots: dict[tuple[int, int], dict[int, str]] = {}  # (generation, step) -> digest by rank
-        self._durable: set[tuple[int, int]] = set()  # the snapshots that become durable checkpoints too
-        # Snapshot -> the digest of all ranks, and by rank whether its part is served.
-        self._naming: dict[tuple[int, int], tuple[str, dict[int, bool]]] = {}
+        # Generation and step of each snapshot that becomes a durable checkpoint too.
+        self._durable: set[Question] = set()
+        self._names: dict[Question, str] = {}  # snapshot that gets its name -> the digest of all ranks
         self._effects: list[Effect] = []
         self._is_stale = True  # whether the core has had an event since it named its deadline
         self._deadline: float | None = None
@@ -141,7 +152,7 @@ class Ranks:
                 # must be linked again.
                 for record in (self.member.epochs.current, self.member.epochs.newest):
                     if record is not None and record.lists(event.replica, event.incarnation):
-                        self._linked.get(record.epoch, set()).discard(0)
+                        self._answers.get(("links", record.epoch), {}).pop(0, None)
             self._record_event(event, now)
         return self._effects
 
@@ -156,7 +167,7 @@ class Ranks:
     def _record_event(self, event: io.Event, now: float) -> None:
         self._is_stale = True
         for effect in self.member.handle(event, now) if not self.over else ():
-            if isinstance(effect, io.SendPeer | io.SendLeader | io.WriteJournal | io.ClaimAbove | io.Probe):
+            if isinstance(effect, io.ReplicaEffect):
                 self._effects.append(effect)
             elif not self.over:
                 self._command(effect)
@@ -166,13 +177,16 @@ class Ranks:
             self._snapshot(effect.step, effect.durable)
             return
         self._number += 1
-        if isinstance(effect, _FETCHES):
-            self._fetching = _Fetching(self._number, effect)
+        if isinstance(effect, io.FetchState | io.FetchGradient):
+            self._fetch = RankCommand(self._number, self.member.memory.state.generation, effect)
+            self._answers = {at: x for at, x in self._answers.items() if at[0] != "fetch"}
         elif isinstance(effect, io.CancelFetch):
-            self._fetching = _Fetching()
+            self._fetch = None
         elif isinstance(effect, io.Switch):
             epoch = effect.record.epoch
-            self._linked = {e: ranks for e, ranks in self._linked.items() if e >= epoch}
+            old = [at for at in self._answers if at[0] == "links" and int(at[1]) < epoch]
+            for at in old:
+                del self._answers[at]
         elif isinstance(effect, io.Finish | io.Stop):
             self.over = True
         self._send(effect)
@@ -195,7 +209,8 @@ class Ranks:
     def _of_rank_0(self, effect: RankEffect, same: RankEffect, own: tuple[Own, ...]) -> RankEffect:
         if isinstance(effect, io.Publish | io.Apply) and effect.prepared is not None and not self.unequal:
             prepared = effect.prepared
-            result = self._reduced[prepared.epoch, prepared.step][0]
+            result = self._answers["round", prepared.epoch, prepared.step][0]
+            assert isinstance(result, io.Exchanged)
             return replace(effect, prepared=replace(prepared, gradient_digest=result.gradient_digest))
         if isinstance(effect, io.LinkUp | io.Switch):
             return effect
@@ -205,7 +220,8 @@ class Ranks:
         """The effect without what differs by rank, and what each rank gets for itself."""
         if isinstance(effect, io.LinkUp | io.Switch):
             own = addresses_by_rank(effect.record, self.size)
-            return replace(effect, record=without_own(effect.record)), own
+            roster = tuple(replace(x, link="", ckpt="", ranks=()) for x in effect.record.roster)
+            return replace(effect, record=replace(effect.record, roster=roster)), own
         if isinstance(effect, io.Publish | io.Apply) and effect.prepared is not None:
             # Each rank knows its own digest.
             return replace(effect, prepared=replace(effect.prepared, gradient_digest="")), ()
@@ -236,55 +252,59 @@ class Ranks:
         return tuple(dict.fromkeys(servers))
 
     def _snapshot(self, step: int, durable: bool = False) -> None:
-        key = (self.member.memory.state.generation, step)
+        generation = self.member.memory.state.generation
         if durable:
-            self._durable.add(key)
-        if key in self._snapshots or key in self._naming:
+            self._durable.add((generation, step))
+        if not self._answers.keys().isdisjoint((("snapshot", generation, step), ("name", generation, step))):
             return  # a snapshot of this state is under way: its end answers
-        self._snapshots[key] = {}
+        self._answers["snapshot", generation, step] = {}
         self._number += 1
-        self._send(io.TakeSnapshot(step, self.member.memory.state.generation))
+        self._send(io.TakeSnapshot(step, generation))
 
     # --- the ranks' outcomes, to the core ----------------------------------------------------------
 
-    def _take(self, ranks: Ranked, events: Sequence[Any], number: int, now: float) -> None:
+    def _take(self, ranks: Ranked, events: Sequence[RankEvent], number: int, now: float) -> None:
         """Take an event of each of ``ranks``, all of one kind."""
-        first = events[0]
         if self.over:
             return
-        if isinstance(first, io.Digested):
-            self._on_digested(ranks, events, now)
-        elif isinstance(first, _MAIN):
-            self._on_main(ranks, events, now)
-        elif isinstance(first, io.Streaming):
-            self._on_streaming(ranks, events, now)
-        elif isinstance(first, io.Linked):
-            self._on_linked(ranks, first, now)
-        elif isinstance(first, io.Exchanged):
-            self._on_exchanged(ranks, events, now)
-        elif isinstance(first, io.StateFetched | io.FetchFailed):
-            self._on_state(ranks, events, number, now)
-        elif isinstance(first, io.GradientFetched | io.GradientGone):
-            self._on_gradient(ranks, events, number, now)
-        elif isinstance(first, io.Snapshotted):
-            self._on_snapshotted(ranks, events)
-        elif isinstance(first, SnapshotNamed):
-            self._on_named(ranks, events, now)
-        else:
+        question = question_of(events[0], number)
+        if not question:
             for rank, event in zip(ranks, events, strict=True):
-                self._on_one(rank, event, now)
+                self._on_one(rank, event, number, now)
+            return
+        if question[0] in ("snapshot", "name") and question not in self._answers:
+            return
+        if question[0] == "fetch" and not self._is_under_way(number):
+            return
+        answers = self._answers.setdefault(question, {})
+        answers.update(zip(ranks, events, strict=True))
+        for old in [at for at in self._answers if at[0] == "round"][:-_MAX_ROUNDS]:
+            del self._answers[old]
+        if len(answers) == self.size:
+            if question[0] not in ("links", "round"):
+                del self._answers[question]
+            self._on_answers(question, [answers[rank] for rank in range(self.size)], now)
 
-    def _on_one(self, rank: int, event: RankEvent, now: float) -> None:
+    def _is_under_way(self, number: int) -> bool:
+        """Whether the fetch of this number is under way: no later command has ended it."""
+        return self._fetch is not None and number == self._fetch.number
+
+    def _on_one(self, rank: int, event: RankEvent, number: int, now: float) -> None:
         """Take what one rank says and the others do not answer."""
         if isinstance(event, io.LoopRaised):
             # The other ranks are stuck in a collective with this rank, or soon will be: do not wait for them.
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif isinstance(event, io.LinkFailed):
-            self._linked.get(event.epoch, set()).discard(rank)
+            self._answers.get(("links", event.epoch), {}).pop(rank, None)
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif isinstance(event, io.ExchangeFailed):
-            self._reduced.pop((event.epoch, event.step), None)
+            self._answers.pop(("round", event.epoch, event.step), None)
             self._record_event(replace(event, why=self._by(rank, event.why)), now)
+        elif isinstance(event, io.GradientGone):
+            if self._is_under_way(number):
+                # Without this rank's gradient the other ranks' gradients are useless.
+                self._command(io.CancelFetch())
+                self._record_event(replace(event, why=self._by(rank, event.why)), now)
         elif isinstance(event, io.Busy | io.Noticed | io.Saved):
             self._record_event(event, now)
         elif isinstance(event, RankLost):
@@ -295,76 +315,80 @@ class Ranks:
             assert isinstance(event, SnapshotDue)
             self._snapshot(event.step, event.durable)
 
-    def _on_main(self, ranks: Ranked, events: Sequence[RankEvent], now: float) -> None:
-        self._main.update(zip(ranks, events, strict=True))
-        if len(self._main) < self.size:
-            return
-        outcomes, self._main = [self._main[rank] for rank in range(self.size)], {}
-        failed = [(rank, e) for rank, e in enumerate(outcomes) if isinstance(e, io.InstallFailed)]
+    def _on_answers(self, question: Question, answers: list[Any], now: float) -> None:
+        """Take the ``answers`` of all ranks, in their order, to one question."""
+        first = answers[0]
+        match question[0]:
+            case "main" | "digest":
+                self._on_main(answers, now)
+            case "backward":  # each rank can send its buckets
+                if share := self._share(first.step, [(x.weight, ()) for x in answers]):
+                    self._record_event(io.Streaming(first.step, share[0]), now)
+            case "links":
+                self._record_event(first, now)
+            case "round":
+                digest = self._together([x.gradient_digest for x in answers])
+                nonfinite = next((x.nonfinite for x in answers if x.nonfinite), "")
+                own = next((x.nonfinite_input for x in answers if x.nonfinite_input), "")
+                self._record_event(io.Exchanged(first.epoch, first.step, digest, nonfinite, own), now)
+            case "fetch":
+                self._on_fetched(answers, now)
+            case "snapshot":
+                digest = self._together([x.digest for x in answers])
+                name = ("name", first.generation, first.step)
+                self._answers[name], self._names[name] = {}, digest
+                parts = tuple(x.digest for x in answers) if digest else ()
+                self._number += 1
+                durable = question[1:] in self._durable
+                self._durable.clear()
+                self._send(NameSnapshot(first.step, first.generation, parts, durable))
+            case "name":
+                digest = self._names.pop(question)
+                named = digest if all(x.done for x in answers) else ""
+                self._record_event(io.Snapshotted(first.step, named, first.generation), now)
+                if question[1:] in self._durable and self.member.serving.saving == first.step:
+                    # The order to save came after the ranks were told the name. They still wait at this step.
+                    self._snapshot(first.step, durable=True)
+                self._close_when_kept(now)
+
+    def _on_main(self, answers: list[Any], now: float) -> None:
+        """Take the answers of all main threads, or the digests that they have told."""
+        failed = [(rank, x) for rank, x in enumerate(answers) if isinstance(x, io.InstallFailed)]
         if failed:
             self._record_event(io.InstallFailed(self._by(failed[0][0], failed[0][1].why)), now)
             return
-        first = outcomes[0]
-        if not self._stand_together(outcomes):
-            return
-        if isinstance(first, io.Ready):
-            ready = [event for event in outcomes if isinstance(event, io.Ready)]
-            later = any(event.later for event in ready)
-            digest = "" if later else self._together([event.digest for event in ready])
-            times = replica_times([event.times for event in ready], self.stages)
-            self._record_event(replace(first, digest=digest, later=later, times=times), now)
-        elif isinstance(first, io.Computed):
-            self._on_computed(first, outcomes, now)
-        elif isinstance(first, io.Installed):
-            digest = self._together([e.digest for e in outcomes if isinstance(e, io.Installed)])
-            self._record_event(replace(first, digest=digest), now)
-        else:
-            assert isinstance(first, io.Closing)
-            self._closing = first
-            self._close_when_kept(now)
-
-    def _stand_together(self, outcomes: Sequence[RankEvent]) -> bool:
-        """Whether all ranks answer the same command; stop the replica otherwise."""
-        first = outcomes[0]
-        for rank, event in enumerate(outcomes):
+        first: RankEvent = answers[0]
+        for rank, event in enumerate(answers):
             if type(event) is not type(first) or getattr(event, "step", 0) != getattr(first, "step", 0):
                 self._stop(
                     FAILED,
                     f"rank 0 stands at {_where(first)} and rank {rank} at {_where(event)}: the ranks of a "
                     "replica must run the same loop, with the same data and number of steps",
                 )
-                return False
-        return True
-
-    def _on_digested(self, ranks: Ranked, events: Sequence[io.Digested], now: float) -> None:
-        """Collect the ranks' digests. No other TellDigest comes before all ranks have answered this one."""
-        self._digested.update(zip(ranks, events, strict=True))
-        if len(self._digested) < self.size:
-            return
-        digests = [self._digested.pop(rank) for rank in range(self.size)]
-        if self._stand_together(digests):
-            digest = self._together([event.digest for event in digests])
-            self._record_event(replace(digests[0], digest=digest), now)
+                return
+        if isinstance(first, io.Ready):
+            later = any(x.later for x in answers)
+            digest = "" if later else self._together([x.digest for x in answers])
+            times = replica_times([x.times for x in answers], self.stages)
+            self._record_event(replace(first, digest=digest, later=later, times=times), now)
+        elif isinstance(first, io.Digested | io.Installed):
+            digest = self._together([x.digest for x in answers])
+            self._record_event(replace(first, digest=digest), now)
+        elif isinstance(first, io.Computed):
+            self._answers.pop(("backward",), None)
+            if share := self._share(first.step, [(x.weight, x.metrics) for x in answers]):
+                redo = next((x.redo for x in answers if x.redo), "")
+                self._record_event(io.Computed(first.step, first.micro_batches, *share, redo), now)
+        else:
+            assert isinstance(first, io.Closing)
+            self._closing = first
+            self._close_when_kept(now)
 
     def _close_when_kept(self, now: float) -> None:
         """Finish after the snapshot under way, which may be the job's last durable checkpoint."""
-        if self._closing is not None and not self._snapshots and not self._naming:
+        if self._closing is not None and not any(at[0] in ("snapshot", "name") for at in self._answers):
             closing, self._closing = self._closing, None
             self._record_event(closing, now)
-
-    def _on_streaming(self, ranks: Ranked, events: Sequence[io.Streaming], now: float) -> None:
-        """Tell the core when the last backward has begun at every rank, so that each can send its buckets."""
-        self._streaming.update(zip(ranks, events, strict=True))
-        weights: list[tuple[float, Metrics]] = [(e.weight, ()) for _, e in sorted(self._streaming.items())]
-        if len(weights) == self.size and (share := self._share(events[0].step, weights)) is not None:
-            self._record_event(io.Streaming(events[0].step, share[0]), now)
-
-    def _on_computed(self, first: io.Computed, outcomes: list[Any], now: float) -> None:
-        self._streaming.clear()
-        share = self._share(first.step, [(e.weight, e.metrics) for e in outcomes])
-        if share is not None:
-            redo = next((e.redo for e in outcomes if e.redo), "")
-            self._record_event(io.Computed(first.step, first.micro_batches, *share, redo), now)
 
     def _share(self, step: int, shares: list[tuple[float, Metrics]]) -> tuple[float, Metrics] | None:
         """Return the replica's weight and metrics. Stop the replica where its ranks disagree."""
@@ -375,98 +399,25 @@ class Ranks:
             return None
         return weight * (len(set(self.groups)) if self.unequal else 1), metrics
 
-    def _on_linked(self, ranks: Ranked, event: io.Linked, now: float) -> None:
-        linked = self._linked.setdefault(event.epoch, set())
-        linked.update(ranks)
-        if len(linked) == self.size:
-            self._record_event(event, now)
-
-    def _on_exchanged(self, ranks: Ranked, events: Sequence[io.Exchanged], now: float) -> None:
-        """Tell the core of the exchange when every rank has reduced its shard."""
-        event = events[0]
-        key = (event.epoch, event.step)
-        results = self._reduced.setdefault(key, {})
-        while len(self._reduced) > _MAX_ROUNDS:
-            del self._reduced[next(iter(self._reduced))]
-        results.update(zip(ranks, events, strict=True))
-        if len(results) < self.size:
-            return
-        shards = [results[r] for r in range(self.size)]
-        digest = self._together([x.gradient_digest for x in shards])
-        nonfinite = next((x.nonfinite for x in shards if x.nonfinite), "")
-        own = next((x.nonfinite_input for x in shards if x.nonfinite_input), "")
-        self._record_event(io.Exchanged(event.epoch, event.step, digest, nonfinite, own), now)
-
     def _together(self, digests: list[str]) -> str:
         return summed_digest(digests) if self.unequal else replica_digest(digests)
 
-    def _on_state(self, ranks: Ranked, events: Sequence[RankEvent], number: int, now: float) -> None:
-        fetching = self._fetching
-        if number != fetching.number:
-            return
-        fetching.ended.update(zip(ranks, events, strict=True))
-        if len(fetching.ended) < self.size:
-            return  # a rank that still writes into its memory must end its fetch before another fetch begins
-        command, self._fetching = fetching.command, _Fetching()
-        assert isinstance(command, io.FetchState)
-        failed = [(r, e) for r, e in sorted(fetching.ended.items()) if isinstance(e, io.FetchFailed)]
+    def _on_fetched(self, answers: list[Any], now: float) -> None:
+        """Take the end of a fetch: a rank that still wrote into its memory would spoil the next fetch."""
+        fetch, self._fetch = self._fetch, None
+        failed = [(rank, x) for rank, x in enumerate(answers) if isinstance(x, io.FetchFailed)]
         if failed:
             rank, first = next((x for x in failed if x[1].misfit or x[1].restart), failed[0])
-            unusable = any(e.unusable for _, e in failed)
+            unusable = any(x.unusable for _, x in failed)
             self._record_event(replace(first, why=self._by(rank, first.why), unusable=unusable), now)
+        elif fetch is not None and isinstance(fetch.effect, io.FetchState):
+            state = fetch.effect.state
+            self._record_event(io.StateFetched(state.step, state.digest), now)
         else:
-            self._record_event(io.StateFetched(command.state.step, command.state.digest), now)
-
-    def _on_gradient(self, ranks: Ranked, events: Sequence[RankEvent], number: int, now: float) -> None:
-        fetching, event = self._fetching, events[0]
-        if number != fetching.number:
-            return
-        fetching.ended.update(zip(ranks, events, strict=True))
-        if isinstance(event, io.GradientGone):
-            # Without this rank's gradient the other ranks' gradients are useless.
-            self._command(io.CancelFetch())
-            self._record_event(replace(event, why=self._by(ranks[0], event.why)), now)
-        elif len(fetching.ended) == self.size:
-            self._fetching = _Fetching()
-            assert isinstance(event, io.GradientFetched)
-            ended = [fetching.ended[r] for r in range(self.size)]
-            digests = [e.gradient_digest for e in ended if isinstance(e, io.GradientFetched)]
+            digests = [x.gradient_digest for x in answers]
             # With unequal layouts every rank knows the digest of the round, which is the replica's digest.
             digest = digests[0] if self.unequal else replica_digest(digests)
-            self._record_event(io.GradientFetched(event.step, digest), now)
-
-    def _on_snapshotted(self, ranks: Ranked, events: Sequence[io.Snapshotted]) -> None:
-        event = events[0]
-        key = (event.generation, event.step)
-        digests = self._snapshots.get(key)
-        if digests is None:
-            return
-        digests.update(zip(ranks, (x.digest for x in events), strict=True))
-        if len(digests) == self.size:
-            del self._snapshots[key]
-            digest = self._together([digests[r] for r in range(self.size)])
-            self._naming[key] = (digest, {})
-            named = tuple(digests[r] for r in range(self.size)) if digest else ()
-            self._number += 1
-            durable = key in self._durable
-            self._durable.clear()
-            self._send(NameSnapshot(event.step, event.generation, named, durable))
-
-    def _on_named(self, ranks: Ranked, events: Sequence[SnapshotNamed], now: float) -> None:
-        event = events[0]
-        key = (event.generation, event.step)
-        if key not in self._naming:
-            return
-        digest, done = self._naming[key]
-        done.update(zip(ranks, (x.done for x in events), strict=True))
-        if len(done) == self.size:
-            del self._naming[key]
-            named = digest if all(done.values()) else ""
-            self._record_event(io.Snapshotted(event.step, named, event.generation), now)
-            if key in self._durable and self.member.serving.saving == event.step:
-                # The order to save came after the ranks were told the name. They still wait at this step.
-                self._snapshot(event.step, durable=True)
-            self._close_when_kept(now)
+            self._record_event(io.GradientFetched(answers[0].step, digest), now)
 
     # --- the end -----------------------------------------------------------------------------------
 
@@ -536,6 +487,11 @@ class FollowerRank:
         return io.Stop(RESTART, reason)
 
 
+# The questions that rank 0 asks again only when all have answered; others have a number, a round or a step.
+_ASKED_ONE_AT_A_TIME = (("main",), ("digest",), ("backward",))
+_MAX_QUESTIONS = 64
+
+
 class HostVoice:
     """The first rank of a host that is not rank 0's: it sums up the outcomes of the host's ranks for rank 0.
 
@@ -547,7 +503,7 @@ class HostVoice:
         self.ranks = tuple(ranks)
         self._timed = size <= MOST_TIMED_RANKS  # whether rank 0 wants the times of every rank
         self._waiting: list[tuple[int, RankOutcome]] = []
-        self._told: dict[object, set[int]] = {}  # question -> the ranks that have answered it
+        self._told: dict[Question, set[int]] = {}  # question -> the ranks that have answered it
 
     def take(self, rank: int, outcome: RankOutcome) -> list[FromHost]:
         """Take an outcome of one rank; return the messages for rank 0."""
@@ -556,8 +512,8 @@ class HostVoice:
             times = event.times if event.times.measured else None
             outcome = replace(outcome, event=replace(event, times=times))
         self._waiting.append((rank, outcome))
-        question = _question(outcome)
-        if question is not None:
+        question = question_of(event, outcome.number)
+        if question:
             answered = self._told.setdefault(question, set())
             is_first = rank not in answered
             answered.add(rank)
@@ -573,7 +529,7 @@ class HostVoice:
         waiting, self._waiting = self._waiting, []
         groups: list[tuple[object, dict[int, RankOutcome]]] = []
         for rank, outcome in waiting:
-            kind = type(outcome.event), _question(outcome)
+            kind = type(outcome.event), question_of(outcome.event, outcome.number)
             if not groups or groups[-1][0] != kind or rank in groups[-1][1]:
                 groups.append((kind, {}))
             groups[-1][1][rank] = outcome
@@ -581,26 +537,3 @@ class HostVoice:
             FromHost(tuple(sums), tuple(x.event for x in sums.values()), next(iter(sums.values())).number)
             for _, sums in groups
         ]
-
-
-# The questions that rank 0 asks again only when all have answered; others have a number, a round or a step.
-_ASKED_ONE_AT_A_TIME = ("main", "digest", "backward")
-_MAX_QUESTIONS = 64
-
-
-def _question(outcome: RankOutcome) -> object:
-    """Name what every rank answers with such an outcome; None where other ranks need not answer."""
-    event = outcome.event
-    if isinstance(event, _MAIN):
-        return "digest" if isinstance(event, io.Digested) else "main"
-    if isinstance(event, io.Streaming):
-        return "backward"
-    if isinstance(event, io.Linked):
-        return "links", event.epoch
-    if isinstance(event, io.Exchanged):
-        return "round", event.epoch, event.step
-    if isinstance(event, io.StateFetched | io.FetchFailed | io.GradientFetched):
-        return "fetch", outcome.number
-    if isinstance(event, io.Snapshotted | SnapshotNamed):
-        return type(event).__name__, event.generation, event.step
-    return None

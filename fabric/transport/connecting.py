@@ -49,7 +49,9 @@ async def connect(host: str, port: int, within_s: float) -> socket.socket:
 
     The look-up may take ``within_s``, and so may each address.
     """
-    numeric = _numeric(host, port)
+    numeric: list[_Address] = []
+    with suppress(OSError):  # it is a name
+        numeric = _addresses(host, port, socket.AI_NUMERICHOST)
     if numeric:
         return await _first([_open(address, within_s) for address in numeric])
     loop = asyncio.get_running_loop()
@@ -118,11 +120,3 @@ def _close_unless(chosen: socket.socket | None, task: asyncio.Task[socket.socket
 def _addresses(host: str, port: int, flags: int = 0) -> list[_Address]:
     entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     return [_Address(family, where) for family, _, _, _, where in entries]
-
-
-def _numeric(host: str, port: int) -> list[_Address]:
-    """Return the address that ``host`` is, without a look-up; empty where it is a name."""
-    try:
-        return _addresses(host, port, socket.AI_NUMERICHOST)
-    except OSError:
-        return []

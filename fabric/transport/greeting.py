@@ -59,10 +59,6 @@ class Greeting:
     connections: Int64 = 1
 
 
-def challenge_frame(challenge: bytes) -> bytes:
-    return WIRE + challenge
-
-
 def read_challenge(payload: bytes) -> bytes:
     """Return the challenge in the acceptor's first frame; raises ProtocolError if it is not one of ours."""
     if not payload.startswith(WIRE) or len(payload) != len(WIRE) + CHALLENGE_BYTES:

@@ -16,6 +16,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from fabric.errors import ProtocolError
 
@@ -97,10 +98,12 @@ class Link:
         self._thread = threading.get_ident()
         self._guard = threading.Lock()  # guards the outbox, and keeps the socket open while a thread sends
         self._sock = sock
-        self._peer = peer
+        self.peer = peer
         self._outbox = _Outbox(sock, queue_limit_bytes)
-        self._inbox = _Inbox()
-        self._reason = ""
+        self._parser = FrameParser()
+        self._inbox: deque[bytes] = deque()  # complete messages that are not delivered yet
+        self.clean = False  # the peer has sent a goodbye, which must be its last frame
+        self.reason = ""  # why the link closed, in one sentence; empty while it is open
         self.silent = False  # the link ended because the peer's host no longer answered
         self._leaving = False
         self._on_message: OnMessage | None = None
@@ -109,20 +112,6 @@ class Link:
         self._ended = asyncio.Event()
         sock.setblocking(False)
 
-    @property
-    def peer(self) -> str:
-        return self._peer
-
-    @property
-    def reason(self) -> str:
-        """Why the link closed, in one sentence; empty while it is open."""
-        return self._reason
-
-    @property
-    def clean(self) -> bool:
-        """Whether the peer has sent a goodbye."""
-        return self._inbox.clean
-
     def send(self, *messages: bytes) -> bool:
         """Queue messages; on a closed link queue nothing and return False.
 
@@ -130,16 +119,18 @@ class Link:
         Raises ProtocolError for an empty or oversized message, which is the caller's mistake.
         """
         with self._guard:
-            if self._reason or self._leaving or self._outbox.failure:
+            if self.reason or self._leaving or self._outbox.failure:
                 return False
             self._outbox.add(messages)
             left = self._outbox.flush()
             overflowed = self._outbox.overflowed
         if overflowed:
-            self._on_loop(self._abort_overflowed)
+            waiting = self._outbox.queued_bytes
+            why = f"{self.peer} does not read: {waiting} bytes wait for it, so the link was closed"
+            self._on_loop(partial(self.abort, why))
         elif left or self._writing:
             self._on_loop(self._flush)
-        return not self._reason and not self._outbox.failure
+        return not self.reason and not self._outbox.failure
 
     async def run(self, on_message: OnMessage, on_closed: OnClosed) -> None:
         """Deliver messages in order until the link closes, then call ``on_closed(reason)`` once.
@@ -155,12 +146,12 @@ class Link:
             if self._error is not None:
                 raise self._error
         finally:
-            self.abort(f"the link to {self._peer} was dropped here")
-            on_closed(self._reason)
+            self.abort(f"the link to {self.peer} was dropped here")
+            on_closed(self.reason)
 
     async def close(self, linger_s: float = 1.0) -> None:
         """Send queued messages and a goodbye; wait at most ``linger_s`` for the peer to close too."""
-        if not self._reason and not self._leaving:
+        if not self.reason and not self._leaving:
             with self._guard:
                 self._leaving = True
                 self._outbox.end()
@@ -170,23 +161,19 @@ class Link:
             async with asyncio.timeout(linger_s):
                 await self._ended.wait()
         except TimeoutError:
-            self.abort(f"closed here; {self._peer} did not close its side within {linger_s:g} s")
+            self.abort(f"closed here; {self.peer} did not close its side within {linger_s:g} s")
 
     def abort(self, reason: str) -> None:
         """Close at once; queued messages may be lost."""
-        if self._reason:
+        if self.reason:
             return
         self._loop.remove_reader(self._sock)
         if self._writing:
             self._loop.remove_writer(self._sock)
         with self._guard:
-            self._reason = reason
+            self.reason = reason
             self._sock.close()
         self._ended.set()
-
-    def _abort_overflowed(self) -> None:
-        waiting = self._outbox.queued_bytes
-        self.abort(f"{self._peer} does not read: {waiting} bytes wait for it, so the link was closed")
 
     def _on_loop(self, work: Callable[[], None]) -> None:
         if threading.get_ident() == self._thread:
@@ -196,13 +183,13 @@ class Link:
             self._loop.call_soon_threadsafe(work)
 
     def _start_reading(self) -> None:
-        if not self._reason:
+        if not self.reason:
             self._loop.add_reader(self._sock, self._readable)
 
     def _flush(self) -> None:
         with self._guard:
-            left = not self._reason and self._outbox.flush()
-        if self._reason:
+            left = not self.reason and self._outbox.flush()
+        if self.reason:
             return
         if left:
             self._loop.add_writer(self._sock, self._flush)
@@ -218,7 +205,7 @@ class Link:
             return
         except OSError as error:
             self.silent = error.errno in _SILENCE
-            self.abort(f"{self._peer} is gone: {_words(error)}")
+            self.abort(f"{self.peer} is gone: {_words(error)}")
             return
         if not data:
             # The error that ended the link may have occurred in a write.
@@ -226,53 +213,41 @@ class Link:
             self.abort(self._end_sentence())
             return
         try:
-            self._inbox.feed(data)
+            for payload in self._parser.feed(data):
+                if self.clean:
+                    raise ProtocolError("there is a message after the goodbye")
+                if payload:
+                    self._inbox.append(payload)
+                else:
+                    self.clean = True
         except ProtocolError as error:
-            self.abort(f"{self._peer} sent what cannot be used: {error}")
+            self.abort(f"{self.peer} sent what cannot be used: {error}")
             return
         if self._leaving:
-            self._inbox.messages.clear()
+            self._inbox.clear()
         self._deliver()
 
     def _deliver(self) -> None:
         """Deliver in the callback of the event loop: a task would cost a turn of the loop."""
-        messages = self._inbox.messages
+        messages = self._inbox
         try:
             while messages and self._on_message is not None and not self._leaving:
                 self._on_message(messages.popleft())
         except ProtocolError as error:
             messages.clear()
-            self.abort(f"{self._peer} sent what cannot be used: {error}")
+            self.abort(f"{self.peer} sent what cannot be used: {error}")
         except Exception as error:  # noqa: BLE001  (raised where ``run`` is awaited)
             messages.clear()
             self._error = error
-            self.abort(f"the link to {self._peer} was dropped here")
+            self.abort(f"the link to {self.peer} was dropped here")
 
     def _end_sentence(self) -> str:
         if self._leaving:
             return "closed here"
-        if self._inbox.clean:
-            return f"{self._peer} closed the link"
+        if self.clean:
+            return f"{self.peer} closed the link"
         detail = self._outbox.failure or "its end of the link closed without a goodbye"
-        return f"{self._peer} is gone: {detail}"
-
-
-class _Inbox:
-    """Complete messages that are not delivered yet. A goodbye sets ``clean`` and must be the last frame."""
-
-    def __init__(self) -> None:
-        self._parser = FrameParser()
-        self.messages: deque[bytes] = deque()
-        self.clean = False
-
-    def feed(self, data: bytes) -> None:
-        for payload in self._parser.feed(data):
-            if self.clean:
-                raise ProtocolError("there is a message after the goodbye")
-            if payload:
-                self.messages.append(payload)
-            else:
-                self.clean = True
+        return f"{self.peer} is gone: {detail}"
 
 
 class _Outbox:

@@ -218,10 +218,6 @@ class ListenerIdentity:
     rank: int = 0
 
 
-def admit_everybody(_greeting: Greeting) -> str:
-    return ""
-
-
 class Listener:
     """Accepts links for one identity and hands each authenticated socket to ``on_connection``.
 
@@ -234,7 +230,7 @@ class Listener:
         identity: ListenerIdentity,
         token: bytes | Tokens,
         on_connection: OnConnection,
-        admit: Callable[[Greeting], str] = admit_everybody,
+        admit: Callable[[Greeting], str] | None = None,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         self.identity = identity
@@ -326,7 +322,7 @@ class Listener:
 
     async def _handshake(self, sock: socket.socket) -> Greeting:
         challenge = proof.random_bytes()
-        await _send_frame(sock, proof.challenge_frame(challenge))
+        await _send_frame(sock, proof.WIRE + challenge)
         hello = await _receive_frame(sock)
         try:
             greeting, token = proof.read_hello_of_any(hello, challenge, self._tokens())
@@ -368,8 +364,7 @@ class Listener:
                 f"rank {greeting.rank} of {who} reached rank {own.rank} of {own.replica!r}: "
                 "the address was taken over, wait for the next epoch"
             )
-        reason = self._admit(greeting)
-        if reason:
+        if self._admit is not None and (reason := self._admit(greeting)):
             raise Refused(reason)
 
 
@@ -402,7 +397,14 @@ async def _dial_host(
     if local and (near := await _dial_locally(port, greeting, token, timeout_s)) is not None:
         return near
     with ExitStack() as undo:
-        sock = await _connected(whom, host, port, min(timeout_s, CONNECT_S))
+        within_s = min(timeout_s, CONNECT_S)
+        try:
+            sock = await connect(host, port, within_s)
+        except TimeoutError as error:
+            why = f"nothing came back within {within_s:g} s, check the network between"
+            raise Unconnected(f"{whom} cannot be reached: {why}") from error
+        except OSError as error:
+            raise Unconnected(f"{whom} cannot be reached: {_words(error)}") from error
         undo.callback(sock.close)
         try:
             async with asyncio.timeout(timeout_s):
@@ -422,17 +424,6 @@ async def _dial_host(
             raise Unreachable(f"{whom} cannot be reached: {_words(error)}") from error
         undo.pop_all()
         return sock
-
-
-async def _connected(whom: str, host: str, port: int, within_s: float) -> socket.socket:
-    try:
-        return await connect(host, port, within_s)
-    except TimeoutError as error:
-        raise Unconnected(
-            f"{whom} cannot be reached: nothing came back within {within_s:g} s, check the network between"
-        ) from error
-    except OSError as error:
-        raise Unconnected(f"{whom} cannot be reached: {_words(error)}") from error
 
 
 async def _dial_locally(
@@ -478,17 +469,13 @@ def tune(sock: socket.socket, kind: str) -> None:
         _links.add(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    is_quick = kind == "control" and _retry_s(sock) <= QUICK_RETRY_S
+    state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    # The time after which the kernel resends unacknowledged bytes, by the round trips so far.
+    is_quick = kind == "control" and _TCP_INFO.unpack(state)[0] <= QUICK_RETRY_S * 1e6
     for option, value in (_QUICK_KEEPALIVE if is_quick else _KEEPALIVE).items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
     timeout_s = 0.0 if kind in ("data", "collective") else SILENT_S if is_quick else SLOW_SILENT_S
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
-
-
-def _retry_s(sock: socket.socket) -> float:
-    """Return the seconds after which the kernel resends unacknowledged bytes, by the round trips so far."""
-    state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    return float(_TCP_INFO.unpack(state)[0]) / 1e6
 
 
 def sending_s(sock: socket.socket) -> float:

@@ -164,7 +164,7 @@ EXITS: dict[str, tuple[str, str]] = {
         "FAILED",
         "protocol/test_rank_orders.py::test_ranks_with_different_loops_are_an_error",
     ),
-    "protocol/ranks.py Ranks._stand_together": (
+    "protocol/ranks.py Ranks._on_main": (
         "FAILED",
         "protocol/test_rank_digests.py::test_ranks_that_tell_the_digests_of_different_steps_end_the_replica",
     ),
@@ -228,7 +228,8 @@ def test_a_core_asks_for_a_person_where_no_restart_helps():
 def test_a_drained_replica_has_finished_and_one_with_notice_is_to_be_started_again():
     context = CoreContext(Trainer().core.context.identity, Trainer().core.context.config, 0.0)
     for noticed, code in ((False, FINISHED), (True, RESTART)):
-        context.noticed = noticed
+        if noticed:
+            context.notice()
         context.leave(None)
         assert context.effects[-1].code == code
 

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import aiohttp
 from forked_processes import ForkedProcess, run_python, start_lighthouse
 
-from fabric.model import Record
+from fabric.model import DataPlan, Record
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages import wire
+from fabric.protocol.messages import roster_delta, wire
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-for-tests"
@@ -174,7 +174,7 @@ class WireMember:
     async def say(self, message: m.Message) -> None:
         await self.socket.send_str(wire.encode(message).decode())
 
-    async def next(self, kind: type) -> Any:
+    async def next(self, kind: Any) -> Any:
         """Return the next message of this kind; skip others, but remember epochs."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -185,20 +185,22 @@ class WireMember:
                 message = wire.decode(frame.data)
                 if isinstance(message, m.Epoch):
                     self.newest = message.record
+                elif isinstance(message, m.RosterDelta):
+                    self.newest = roster_delta.applied(message, self.newest) or self.newest
                 if isinstance(message, kind):
                     return message
 
     async def epoch(self, number: int) -> Record:
         """Wait until this member gets this epoch or a later one."""
         while self.newest is None or self.newest.epoch < number:
-            await self.next(m.Epoch)
+            await self.next(m.Epoch | m.RosterDelta)
         return self.newest
 
     async def report(self) -> None:
         """Report for the newest forced epoch, as a member that has entered no round of it."""
         fence = self.newest.fence
         step = self.newest.base.step
-        await self.say(m.Report(fence, fence.generation, step, "", 0, 0, (), False, "", ()))
+        await self.say(m.Report(fence, fence.generation, step, "", 0, 0, (), False, "", (), DataPlan(4)))
 
     async def run(self) -> None:
         """Enter the first round of the newest epoch, and send one heartbeat."""

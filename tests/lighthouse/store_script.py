@@ -17,7 +17,7 @@ from fabric.lighthouse.election import Election, ElectionHooks, Term
 from fabric.lighthouse.jobs.job_history import record_key
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.lighthouse.telemetry import LighthouseMetrics
-from fabric.model import Policy, Record
+from fabric.model import DataPlan, Policy, Record
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.protocol.messages import network as m
@@ -164,7 +164,7 @@ class Member:
         self._inbox: list[m.LeaderMessage] = []
 
     def told(self, lighthouse: "Lighthouse", message: m.LeaderMessage) -> None:
-        if isinstance(message, m.Epoch):
+        if isinstance(message, m.Epoch | m.RosterDelta):
             self._world.announced(lighthouse, message.record)
         self._inbox.append(message)
 
@@ -213,13 +213,13 @@ class Member:
         )
 
     def _answer(self, job, connection, message: m.LeaderMessage) -> None:
-        if isinstance(message, m.Epoch):
+        if isinstance(message, m.Epoch | m.RosterDelta):
             self.newest = message.record
             fence = message.record.fence
             if self.runs_in == fence.epoch:
                 job.hear(connection, m.Running(fence, message.record.base.step))
             else:
-                report = m.Report(fence, fence.generation, 0, "", 0, 0, (), False, "", ())
+                report = m.Report(fence, fence.generation, 0, "", 0, 0, (), False, "", (), DataPlan(4))
                 job.hear(connection, report)
         elif isinstance(message, m.Resume):
             self.runs_in = message.fence.epoch
@@ -301,8 +301,11 @@ class World:
                 self.records.append(record)
 
     def announced(self, lighthouse: Lighthouse, record: Record) -> None:
-        committed = {(x.fence, x.nonce, x.roster, x.base) for x in self.records}
-        if (record.fence, record.nonce, record.roster, record.base) not in committed:
+        known = [
+            x for x in self.records if (x.fence, x.nonce, x.base) == (record.fence, record.nonce, record.base)
+        ]
+        # A delta has no roster of its own.
+        if not any(not record.roster or x.roster == record.roster for x in known):
             self.violations.append(f"epoch {record.epoch} was announced before it was committed")
         if not lighthouse.leads:
             self.violations.append(f"{lighthouse.name} announced epoch {record.epoch} and does not lead")

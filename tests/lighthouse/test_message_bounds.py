@@ -12,14 +12,14 @@ from fabric.lighthouse.connections.validation import (
     decode_statuses,
     parse_policy,
 )
-from fabric.model import Fence, RankAddress, SnapshotRef, StepTimes
+from fabric.model import DataPlan, Fence, RankAddress, SnapshotRef, StepTimes
 from fabric.protocol.member.session import MAX_NAMED
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion
 from fabric.protocol.rules.layout_text import layout_summary, layout_text
 
-SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
+SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="")
 STATUS = m.TrainerStatus("r0", 1, "running", 1, "http://127.0.0.1:1")
 BEAT = m.Heartbeat(1, 1, 1, 1)
 FENCE = Fence("store", 1, 1)
@@ -167,9 +167,9 @@ def test_only_a_report_may_be_long():
         assert decode_member(text(message)) == message
         with pytest.raises(ProtocolError, match="over the limit"):
             decode_member(text(message) + padding)
-    report = m.Report(FENCE, 1, 1, "d", 1, 1, ("r0",), True, "g", tuple(range(50_000)))
+    report = m.Report(FENCE, 1, 1, "d", 1, 1, ("r0",), True, "g", tuple(range(50_000)), DataPlan(50_000))
     assert len(text(report)) > validation.MAX_MESSAGE_BYTES and decode_member(text(report)) == report
-    for change in ({"digest": "d" * 1000}, {"round_roster": ("r" * 1000,)}, {"round_lacked": ("r\n",)}):
+    for change in ({"digest": "d" * 1000}, {"round_lacked": ("r" * 1000,)}, {"round_lacked": ("r\n",)}):
         with pytest.raises(ProtocolError):
             decode_member(text(replace(report, **change)))
     aborted = m.Aborted(FENCE, 1, "why")

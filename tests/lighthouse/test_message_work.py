@@ -34,7 +34,7 @@ from fabric.protocol.messages import wire
 STATE = SnapshotRef(1, 2, "d" * v.MAX_DIGEST)
 NAMES = tuple(f"{i:064}" for i in range(v.MAX_UNREACHABLE))
 LONG = "w" * 1_000_000
-SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
+SESSION = m.OpenSession("r0", 1, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="")
 
 
 def largest(fence: Fence) -> dict[type, m.Message]:
@@ -65,6 +65,7 @@ def largest(fence: Fence) -> dict[type, m.Message]:
             adapt="a" * v.MAX_NAME,
             launched=LaunchedLayouts("l", layouts, layouts),
             store_id="i" * v.MAX_DIGEST,
+            serves=("r" * v.MAX_NAME,) * v.MAX_NAMES,
         ),
         m.Heartbeat(
             *(7, 1, 1, 1, "d" * v.MAX_DIGEST, LONG[:10_000], NAMES, LONG[:10_000], times, earlier),
@@ -76,13 +77,11 @@ def largest(fence: Fence) -> dict[type, m.Message]:
             *(fence, 1, 0, "d" * v.MAX_DIGEST, 1, 1, everybody, True, "g" * v.MAX_DIGEST, mine),
             committed_digest="c" * v.MAX_DIGEST,
             parted=LONG[:10_000],
-            round_lacked=everybody,
             plan=DataPlan(6, "x" * v.MAX_SETTINGS),
         ),
         m.RequestRoster(fence),
         m.RequestState(fence, LONG),
         m.SnapshotTaken(fence, "r" * v.MAX_ADDRESS, 1, "d" * v.MAX_DIGEST),
-        m.SnapshotMissed(fence, "r" * v.MAX_ADDRESS, 1),
         m.Finished(fence, 1, LONG[:60_000]),
         m.CannotContinue(fence, LONG),
         m.LoopFailed(fence, 1, LONG),
@@ -215,7 +214,7 @@ async def test_a_step_of_the_most_micro_batches_is_divided_in_a_short_turn(insta
     with counted() as count:
         for member in members[:2]:
             await member.epoch(2)
-            report = m.Report(fence, 1, 0, "", 1, 0, ("r0", "r1", "r2"), False, "", (), plan=plan)
+            report = m.Report(fence, 1, 0, "", 1, 0, (), False, "", (), plan)
             await member.say(report)
         resume = await members[0].next(m.Resume)
     assert len(resume.table[0].micro_batches) >= v.MAX_MICRO_BATCHES // 3

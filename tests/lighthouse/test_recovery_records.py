@@ -21,7 +21,7 @@ from fabric.lighthouse.history.recovery import (
     ReplicaReturn,
 )
 from fabric.lighthouse.jobs.job_history import folder_of
-from fabric.model import Policy
+from fabric.model import DataPlan, Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -61,7 +61,7 @@ async def test_a_death_is_timed_from_detection_to_the_return(lighthouse, http, j
     assert record["epoch_committed"] >= record["detected"] > 0 and not record["links_up"]
     for member in survivors:
         fence = member.newest.fence
-        await member.say(m.Report(fence, 1, 7, "", 0, 0, (), False, "", ()))
+        await member.say(m.Report(fence, 1, 7, "", 0, 0, (), False, "", (), DataPlan(4)))
     for member in survivors:
         await member.next(m.Resume)
         await member.say(m.Running(member.newest.fence, 7))
@@ -114,7 +114,7 @@ async def test_a_process_that_is_lost_is_back_only_when_it_knows_that_it_was_out
         (joiner,) = (await answer.json())["joiners"]
     assert "its trainer has been stopped for" in joiner["verdict"]
     for member in survivors:
-        await member.say(m.Report(member.newest.fence, 1, 9, "", 0, 0, (), False, "", ()))
+        await member.say(m.Report(member.newest.fence, 1, 9, "", 0, 0, (), False, "", (), DataPlan(4)))
     for member in survivors:
         await member.next(m.Resume)
         await member.say(m.Running(member.newest.fence, 9))
@@ -163,7 +163,7 @@ async def test_a_leader_that_has_just_begun_learns_the_step_and_counts_only_the_
         (record,) = await recoveries(http, second.url, "job")
         assert not record["step_committed"], "what they tell of was committed before"
         for member in survivors:
-            await member.say(m.Report(member.newest.fence, 1, 56, "", 0, 0, (), False, "", ()))
+            await member.say(m.Report(member.newest.fence, 1, 56, "", 0, 0, (), False, "", (), DataPlan(4)))
         for member in survivors:
             await member.next(m.Resume)
             await member.say(m.Running(member.newest.fence, 56))
@@ -220,7 +220,7 @@ def test_a_death_that_a_peer_noticed_first_names_the_dead_first():
         feed(io.SessionOpened(m.OpenSession(name, 1, 0, 0, "", 0, "h:1", "http://h:2", 6)), 1.0)
     fence = core.state.record.fence
     for name in ("r0", "r1", "r2"):
-        report = m.Report(fence, 1, 0, "", 0, 0, (), False, "", ())
+        report = m.Report(fence, 1, 0, "", 0, 0, (), False, "", (), DataPlan(4))
         feed(io.FromMember(name, 1, report), 1.0)
     for name in ("r0", "r1", "r2"):
         feed(io.FromMember(name, 1, m.Running(fence, 0)), 1.0)

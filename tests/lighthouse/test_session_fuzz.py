@@ -173,7 +173,7 @@ def damaged(draw):
     return "text", json.dumps(body).encode()
 
 
-SESSION = m.OpenSession(INTRUDER, 7, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="none")
+SESSION = m.OpenSession(INTRUDER, 7, 0, 0, "", 0, "127.0.0.1:1", "http://127.0.0.1:1", 6, roster="")
 INTRODUCTION = texts(SESSION)
 NOISE = st.one_of(
     st.tuples(st.sampled_from(["text", "binary", "part"]), st.binary(max_size=60)),

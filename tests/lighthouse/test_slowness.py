@@ -356,21 +356,6 @@ def test_impossible_times_change_nothing(bad):
     assert fleet.watch.to_json(fleet.core) == before
 
 
-def test_a_member_of_an_older_version_is_followed_by_its_number_of_samples():
-    fleet = Fleet(("r0", "r1"))
-
-    def old(seconds: float) -> StepTimes:
-        return StepTimes(compute_s=seconds, work={0: 4.0, 1: 4.0})
-
-    events = []
-    for step in range(120):
-        for name in fleet.names:
-            seconds = 0.2 * fleet.rng.gauss(1, 0.01) * (2 if step > 100 and name == "r1" else 1)
-            fleet.watch.hear(fleet.core, name, 1, Heartbeat(step, 1, 1, step, times=old(seconds)))
-        events += [(x.kind, x.about) for x in fleet.watch.look(fleet.core, 0.0)]
-    assert kinds(events) == ["slow", "advice"] and events[0] == ("slow", "r1")
-
-
 # --- modes and metrics ------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from fabric.lighthouse.connections.validation import (
 )
 from fabric.lighthouse.diagnosis import status_text
 from fabric.lighthouse.diagnosis.status_text import waiting_for
+from fabric.model import DataPlan
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -38,7 +39,7 @@ class TestWaiting:
     def reported(self, core: LeaderCore, now: float) -> None:
         """Let every member answer the first epoch."""
         for name in NAMES:
-            report = m.Report(core.state.record.fence, 1, 0, "", 0, 0, (), False, "", ())
+            report = m.Report(core.state.record.fence, 1, 0, "", 0, 0, (), False, "", (), DataPlan(4))
             core.handle(io.FromMember(name, 1, report), now)
 
     def running(self, core: LeaderCore, now: float) -> None:

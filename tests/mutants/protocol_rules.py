@@ -5,17 +5,17 @@ from mutants.mutant import Mutant
 from fabric.protocol.leader import admission
 from fabric.protocol.leader.adaptations import Adaptations, Relayouts
 from fabric.protocol.leader.base_choice import BaseChoice
-from fabric.protocol.leader.core import Decisions, LeaderCore
+from fabric.protocol.leader.core import Decisions
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.liveness import ServerStatuses
 from fabric.protocol.leader.orders import OperatorOrders
-from fabric.protocol.leader.state import JobState
+from fabric.protocol.leader.state import JobState, RosterLimits
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.ending import Ending
 from fabric.protocol.member.links import LinkWatch
-from fabric.protocol.member.membership import Membership
 from fabric.protocol.member.session import LighthouseSession
+from fabric.protocol.member.state import MemberMemory
 from fabric.protocol.ranks import FollowerRank, HostVoice, Ranks
 from fabric.protocol.rules import assignment, decide
 from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
@@ -47,7 +47,7 @@ RULES = (
     Mutant(
         "an end is not told again over a new link",
         LinkWatch.on_link_lost,
-        "self._ending.notified_epochs.discard(record.epoch)",
+        "self._ending.tell_again(listed)",
         "pass",
         "protocol/test_member_end.py::test_members_hear_of_the_end_again_over_a_new_link_of_the_same_epoch",
     ),
@@ -338,12 +338,26 @@ RULES = (
     ),
     Mutant(
         "a member that leaves keeps a suspect state",
-        Membership._leave,
-        "self._epochs.links.suspect or self._memory.state.outvoted",
-        "self._memory.state.outvoted",
+        MemberMemory.leave,
+        "self.suspect or self.state.outvoted",
+        "self.state.outvoted",
         "protocol/test_member.py::test_an_outvoted_member_says_so_in_every_report_until_it_has_another_state",
     ),
     # published gradients
+    Mutant(
+        "a new leader ends no promise of an earlier one",
+        Joins.take_over,
+        "session.serves",
+        "()",
+        "protocol/test_leader.py::test_a_new_leader_ends_the_promises_to_a_newcomer_that_does_not_come_to_it",
+    ),
+    Mutant(
+        "a new leader ends the promises to a newcomer that comes late",
+        Joins.serve,
+        "self.state.now < self.state.liveness.grace_until",
+        "False",
+        "protocol/test_leader.py::test_a_new_leader_ends_the_promises_to_a_newcomer_that_does_not_come_to_it",
+    ),
     Mutant(
         "a gradient is asked of one source only",
         CatchUp.fetch_when_behind,
@@ -411,37 +425,37 @@ RULES = (
     ),
     Mutant(
         "the exchange begins with the first rank's last backward",
-        Ranks._on_streaming,
-        "len(weights) == self.size and ",
-        "",
+        Ranks._take,
+        "setdefault(question, {})",
+        "setdefault(question, {0: events[0], 1: events[0]} if question[0] == 'backward' else {})",
         "protocol/test_rank_orders.py::test_the_exchange_begins_when_the_last_backward_has_begun_at_every_rank",
     ),
     Mutant(
         "a gradient that changed at one rank is committed",
-        Ranks._on_computed,
-        'next((e.redo for e in outcomes if e.redo), "")',
+        Ranks._on_main,
+        'next((x.redo for x in answers if x.redo), "")',
         "first.redo",
         "protocol/test_rank_orders.py::test_a_gradient_that_changed_at_one_rank_aborts_the_round_at_all",
     ),
     Mutant(
         "the outcome of an earlier gradient counts",
-        Ranks._on_gradient,
-        "number != fetching.number",
-        "False",
+        Ranks._is_under_way,
+        "self._fetch is not None and number == self._fetch.number",
+        "True",
         "protocol/test_rank_orders.py::test_a_gradient_that_one_rank_cannot_get_is_wanted_by_none",
     ),
     Mutant(
         "a fetch fails before every rank has ended it",
-        Ranks._on_state,
-        "len(fetching.ended) < self.size",
-        "len(fetching.ended) < self.size and not isinstance(events[0], io.FetchFailed)",
+        Ranks._take,
+        "setdefault(question, {})",
+        "setdefault(question, {0: events[0], 1: events[0]} if question[0] == 'fetch' else {})",
         "protocol/test_rank_orders.py::test_a_fetch_that_fails_at_one_rank_fails_when_all_have_ended",
     ),
     Mutant(
         "a replica ends before its last snapshot",
         Ranks._close_when_kept,
-        " and not self._snapshots and not self._naming",
-        "",
+        'any(at[0] in ("snapshot", "name") for at in self._answers)',
+        "False",
         "protocol/test_rank_orders.py::test_the_replica_has_finished_when_its_last_snapshot_is_kept_by_all_ranks",
     ),
     Mutant(
@@ -453,7 +467,7 @@ RULES = (
     ),
     Mutant(
         "the other ranks go on with a gradient that one lacks",
-        Ranks._on_gradient,
+        Ranks._on_one,
         "self._command(io.CancelFetch())",
         "pass",
         "protocol/test_rank_orders.py::test_a_gradient_that_one_rank_cannot_get_is_wanted_by_none",
@@ -461,13 +475,13 @@ RULES = (
     Mutant(
         "a lost link leaves a replica linked",
         Ranks.handle,
-        "self._linked.get(record.epoch, set()).discard(0)",
+        'self._answers.get(("links", record.epoch), {}).pop(0, None)',
         "pass",
         "protocol/test_rank_orders.py::test_a_replica_is_linked_when_all_ranks_are_and_again_after_a_lost_link",
     ),
     Mutant(
         "ranks at unlike steps stand together",
-        Ranks._stand_together,
+        Ranks._on_main,
         ' or getattr(event, "step", 0) != getattr(first, "step", 0)',
         "",
         "protocol/test_rank_digests.py::test_ranks_that_tell_the_digests_of_different_steps_end_the_replica",
@@ -526,7 +540,7 @@ RULES = (
     Mutant(
         "a member does not hear that its state is outvoted",
         Decisions.decide_epoch,
-        "name not in self.state.epoch.cannot_continue",
+        "not epoch.has(name, Mark.USELESS)",
         "False",
         "reported 0",
     ),
@@ -547,15 +561,15 @@ RULES = (
     ),
     Mutant(
         "the word that a host is gone ends with the lighthouse",
-        LeaderCore.on_elected,
-        "state.liveness.proven_ends.update((x.process, x.why) for x in record.overrides.gone)",
+        RosterLimits.recall_overrides,
+        "self.state.liveness.note_proof(gone.process, gone.why)",
         "pass",
         "protocol/test_leader_orders.py::test_the_next_lighthouse_knows_that_a_host_is_gone_until_it_is_heard",
     ),
     Mutant(
         "the word that a host is gone outlives a sign of life",
-        OperatorOrders.forget_gone,
-        "any(x.process not in ends for x in overrides.gone)",
+        RosterLimits.forget_gone,
+        "any(x.process not in ends for x in self.overrides.gone)",
         "False",
         "protocol/test_leader_orders.py::test_the_next_lighthouse_knows_that_a_host_is_gone_until_it_is_heard",
     ),

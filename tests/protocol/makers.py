@@ -1,6 +1,6 @@
 """Short ways to write down records, reports and sessions in tests."""
 
-from fabric.model import Base, Member, Record
+from fabric.model import Base, DataPlan, Member, Record
 from fabric.protocol.messages.network import OpenSession, Report
 
 
@@ -25,7 +25,15 @@ def member_of(name, incarnation=1, **changes):
 
 
 def report_of(
-    record, step, last_round=(0, 0, ""), prepared="", have=(), digest="", committed="", generation=1
+    record,
+    step,
+    last_round=(0, 0, ""),
+    prepared="",
+    have=(),
+    digest="",
+    committed="",
+    generation=1,
+    micro_batches=4,
 ):
     """``last_round`` is (epoch, step, names); ``prepared`` the gradient digest held, or empty."""
     return Report(
@@ -35,10 +43,13 @@ def report_of(
         digest=digest,
         round_epoch=last_round[0],
         round_step=last_round[1],
-        round_roster=tuple(last_round[2].split()),
+        round_lacked=tuple(x for x in record.names if x not in last_round[2].split())
+        if last_round[0]
+        else (),
         prepared=bool(prepared),
         gradient_digest=prepared,
         have=tuple(have),
+        plan=DataPlan(micro_batches),
         committed_digest=committed,
     )
 

@@ -77,17 +77,16 @@ def evicted(*knowing):
     return lighthouse
 
 
-def test_members_get_the_roster_delta_and_older_versions_the_roster():
+def test_members_get_the_roster_delta():
     lighthouse = evicted("a")
-    assert [name for name, _ in lighthouse.sent(m.RosterDelta)] == ["a"]
-    assert "b" in [name for name, _ in lighthouse.sent(m.Epoch)]
+    assert {"a", "b"} <= {name for name, _ in lighthouse.sent(m.RosterDelta)}
     (_, told), *_ = lighthouse.sent(m.RosterDelta)
     assert told.left == ("c",) and told.after == lighthouse.record.roster_digest
 
 
 def test_all_members_get_the_same_object_so_that_it_is_serialised_once():
     lighthouse = evicted("a", "b")
-    (_, one), (_, other) = lighthouse.sent(m.RosterDelta)
+    (_, one), (_, other), *_ = lighthouse.sent(m.RosterDelta)
     assert one is other
 
 
@@ -136,7 +135,7 @@ def test_a_member_applies_a_roster_delta_and_reports_without_its_roster():
     trainer.leader(roster_delta.change(FIRST, SECOND))
     assert trainer.core.epochs.newest == SECOND
     (report,) = trainer.said(m.Report)
-    assert report.round_roster == () and report.round_lacked == ()
+    assert report.round_lacked == ()
 
 
 def test_a_member_that_missed_an_epoch_asks_for_the_roster_and_changes_nothing():
@@ -145,7 +144,7 @@ def test_a_member_that_missed_an_epoch_asks_for_the_roster_and_changes_nothing()
     trainer.leader(roster_delta.change(SECOND, third))
     assert trainer.said(m.RequestRoster) == [m.RequestRoster(third.fence)]
     assert trainer.core.epochs.newest == FIRST and not trainer.found(member_events.LinkUp)
-    trainer.leader(m.Epoch(third, changes=True))
+    trainer.leader(m.Epoch(third))
     assert trainer.core.epochs.newest == third
 
 
@@ -154,13 +153,6 @@ def test_a_member_does_not_ask_about_a_roster_delta_of_a_past_epoch():
     trainer.leader(m.Epoch(record_of("a", epoch=7)))
     trainer.leader(roster_delta.change(record_of("a x", epoch=4), record_of("a b x", epoch=5)))
     assert not trainer.said(m.RequestRoster) and trainer.core.epochs.newest.epoch == 7
-
-
-def test_a_leader_without_deltas_gets_the_roster_of_the_round():
-    trainer = running()
-    trainer.leader(m.Epoch(SECOND))
-    (report,) = trainer.said(m.Report)
-    assert report.round_lacked is None and report.round_roster == FIRST.names
 
 
 def test_a_session_names_the_roster_of_its_member():
@@ -173,22 +165,8 @@ def test_a_session_names_the_roster_of_its_member():
 # --- the decision -----------------------------------------------------------------------------------------
 
 
-@given(st.data())
-def test_long_and_short_reports_decide_alike(data):
-    record = record_of("a b c", epoch=3, forced=3)
-    reports, short = {}, {}
-    for name in record.names:
-        epoch = data.draw(st.sampled_from([0, 1, 2]))
-        roster = data.draw(st.sets(st.sampled_from(["a", "b", "c", "gone"]))) if epoch else set()
-        held = data.draw(st.sampled_from(["", "g"])) if epoch else ""
-        reports[name] = report_of(record, 5, (epoch, 5 if epoch else 0, " ".join(sorted(roster))), held)
-        lacked = tuple(n for n in record.names if n not in roster) if epoch else ()
-        short[name] = replace(reports[name], round_roster=(), round_lacked=lacked)
-    assert decide(record, reports, 4) == decide(record, short, 4)
-
-
 def test_a_reason_counts_the_members_it_does_not_name():
     names = " ".join(f"r{i}" for i in range(MANY))
     record = record_of(names, epoch=2)
     reports = {n: report_of(record, 5, (1, 5, names), "g") for n in record.names}
-    assert decide(record, reports, MANY).reason == f"all of {MANY} members have prepared step 5"
+    assert decide(record, reports).reason == f"all of {MANY} members have prepared step 5"

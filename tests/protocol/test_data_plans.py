@@ -13,8 +13,6 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.rules.compatibility import incompatibility, split_by_data
 from fabric.protocol.rules.decide import decide
 
-OLD = 4  # the number of micro-batches that a session of an older version has named
-
 
 def table_of(decision):
     return {a.replica: a.micro_batches for a in decision.table}
@@ -26,20 +24,14 @@ def reports_of(record, step, **plans):
 
 def test_a_redone_step_has_the_micro_batches_that_its_members_name():
     record, plan = record_of("a b"), DataPlan(6)
-    decision = decide(record, reports_of(record, 7, a=plan, b=plan), OLD)
+    decision = decide(record, reports_of(record, 7, a=plan, b=plan))
     assert sorted(sum(table_of(decision).values(), ())) == [0, 1, 2, 3, 4, 5]
 
 
 def test_one_member_that_has_begun_the_next_stage_is_enough():
     record = record_of("a b")
     reports = reports_of(record, 7, a=DataPlan(4, begin=0, until=7), b=DataPlan(6, begin=7, until=9))
-    assert sorted(sum(table_of(decide(record, reports, OLD)).values(), ())) == [0, 1, 2, 3, 4, 5]
-
-
-def test_members_of_an_older_version_count_by_their_sessions():
-    record = record_of("a b")
-    decision = decide(record, {name: report_of(record, 7) for name in "ab"}, OLD)
-    assert sorted(sum(table_of(decision).values(), ())) == [0, 1, 2, 3]
+    assert sorted(sum(table_of(decide(record, reports)).values(), ())) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("prepared", ["", "g"])
@@ -52,7 +44,7 @@ def test_a_step_that_no_member_has_begun_is_divided_by_its_members(prepared):
     if not prepared:
         reports = reports_of(record, 7, a=over, b=over)
     reports["c"] = replace(report_of(record, 0, generation=0), plan=over)
-    decision = decide(record, reports, OLD)
+    decision = decide(record, reports)
     assert (decision.step, decision.undivided, decision.idle) == (7, True, ("c",))
     assert not decision.table
 

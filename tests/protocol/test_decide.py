@@ -9,14 +9,19 @@ from protocol.makers import record_of, report_of
 
 from fabric.model import Base, DataPlan, Sharing
 from fabric.protocol.messages.network import Resume
+from fabric.protocol.rules.assignment import Work, share_out
 from fabric.protocol.rules.decide import Evict, Undecidable, decide
 
 M = 4
 ABC = (1, 7, "a b c")
 
 
-def table_of(decision):
-    return {a.replica: a.micro_batches for a in decision.table}
+def table_of(decision, record=None, micro_batches=M):
+    """The work of each member; those of ``record`` divide a step that none of them has begun."""
+    if not decision.undivided:
+        return {a.replica: a.micro_batches for a in decision.table}
+    able = [x for x in record.roster if x.replica not in decision.idle]
+    return share_out(Work(micro_batches, record.sharing), record.roster, able)
 
 
 def dropped(decision):
@@ -26,17 +31,17 @@ def dropped(decision):
 def test_a_round_that_all_have_prepared_is_committed():
     record = record_of("a b")
     reports = {n: report_of(record, 7, ABC, prepared="g", have=(0, 1)) for n in "ab"}
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert (decision.step, decision.commit_digest) == (8, "g")
-    assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
+    assert table_of(decision, record) == {"a": (0, 1), "b": (2, 3)}
 
 
 def test_a_disputed_round_is_redone_by_the_members_that_are_left():
     """The other members voted for another digest and died, so no member can have committed the round."""
     record = record_of("a")
     report = report_of(record, 7, ABC, prepared="wrong", have=(0, 1))
-    assert decide(record, {"a": report}, M).commit_digest == "wrong"
-    decision = decide(record, {"a": replace(report, disputed=True)}, M)
+    assert decide(record, {"a": report}).commit_digest == "wrong"
+    decision = decide(record, {"a": replace(report, disputed=True)})
     assert (decision.step, table_of(decision)) == (7, {"a": (2, 3)})
 
 
@@ -44,7 +49,7 @@ def test_a_minority_in_a_disputed_round_is_evicted_all_the_same():
     record = record_of("a b c")
     reports = {n: report_of(record, 7, ABC, prepared="g") for n in "ab"}
     reports["c"] = replace(report_of(record, 7, ABC, prepared="h"), disputed=True)
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert isinstance(decision, Evict) and decision.replicas == ("c",)
 
 
@@ -54,7 +59,7 @@ def test_a_round_is_redone_when_one_member_has_not_prepared_it():
         "a": report_of(record, 7, ABC, prepared="g", have=(0, 1)),
         "b": report_of(record, 7, ABC, have=(2,)),
     }
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert decision.step == 7
     assert table_of(decision) == {"a": (), "b": (3,)}
 
@@ -62,7 +67,7 @@ def test_a_round_is_redone_when_one_member_has_not_prepared_it():
 def test_a_member_that_never_entered_the_round_has_not_prepared_it():
     record = record_of("a b")
     reports = {"a": report_of(record, 7, ABC, prepared="g", have=range(4)), "b": report_of(record, 7)}
-    assert decide(record, reports, M).step == 7
+    assert decide(record, reports).step == 7
 
 
 def test_a_prepared_older_round_does_not_count_in_a_newer_one():
@@ -71,7 +76,7 @@ def test_a_prepared_older_round_does_not_count_in_a_newer_one():
         "a": report_of(record, 7, (1, 7, "a b"), prepared="old", have=(0, 1)),
         "b": report_of(record, 7, (3, 7, "a b"), prepared="new", have=(2, 3)),
     }
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert decision.step == 7
     assert table_of(decision) == {"a": (), "b": ()}
 
@@ -82,7 +87,7 @@ def test_a_member_that_has_committed_pulls_the_others_after_it():
         "a": report_of(record, 8, ABC, committed="g", have=()),
         "b": report_of(record, 7, ABC, prepared="g", have=(0, 1)),
     }
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert (decision.step, decision.commit_digest) == (8, "g")
     assert sorted(i for ids in table_of(decision).values() for i in ids) == [0, 1, 2, 3]
     assert all(table_of(decision).values()), "b commits at once, so it computes too"
@@ -91,7 +96,7 @@ def test_a_member_that_has_committed_pulls_the_others_after_it():
 def test_a_member_behind_without_a_prepared_round_computes_nothing():
     record = record_of("a b")
     reports = {"a": report_of(record, 8, (1, 8, "a b"), committed="g"), "b": report_of(record, 7, ABC)}
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert (decision.step, table_of(decision)) == (8, {"a": (0, 1, 2, 3), "b": ()})
 
 
@@ -101,7 +106,7 @@ def test_a_micro_batch_that_two_members_hold_is_dropped_by_the_later_one():
         "a": report_of(record, 7, ABC, have=(0, 1)),
         "b": report_of(record, 7, ABC, have=(1, 2)),
     }
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert dropped(decision) == {"b"}
     assert table_of(decision) == {"a": (), "b": (2, 3)}
 
@@ -109,24 +114,24 @@ def test_a_micro_batch_that_two_members_hold_is_dropped_by_the_later_one():
 def test_rounds_before_the_cold_start_are_void():
     record = record_of("a b", epoch=6, cold=5, generation=2)
     reports = {n: report_of(record, 3, (4, 9, "a b"), prepared="g", generation=2) for n in "ab"}
-    assert decide(record, reports, M).step == 3
+    assert decide(record, reports).step == 3
 
 
 def test_a_cold_start_begins_at_its_base_with_nothing_kept():
     record = record_of("a b", epoch=5, cold=5, generation=2, base=Base(1, 3, "d"))
     reports = {n: report_of(record, 9, (4, 9, "a b"), prepared="g", have=(0,)) for n in "ab"}
-    decision = decide(record, reports, M)
-    assert decision.step == 3 and dropped(decision) == {"a", "b"}
-    assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
+    decision = decide(record, reports)
+    assert decision.step == 3
+    assert table_of(decision, record) == {"a": (0, 1), "b": (2, 3)}
 
 
 def test_a_generation_that_no_member_has_begun_begins_again():
     """A newer epoch superseded the cold start's own decision before any member adopted it."""
     record = record_of("a b", epoch=6, cold=5, generation=2, base=Base(1, 3, "d"))
     reports = {n: report_of(record, 0, generation=0) for n in "ab"}
-    decision = decide(record, reports, M)
-    assert decision.step == 3 and dropped(decision) == {"a", "b"}
-    assert table_of(decision) == {"a": (0, 1), "b": (2, 3)}
+    decision = decide(record, reports)
+    assert decision.step == 3
+    assert table_of(decision, record) == {"a": (0, 1), "b": (2, 3)}
 
 
 def test_reports_of_members_without_a_state_of_the_generation_do_not_decide():
@@ -135,7 +140,7 @@ def test_reports_of_members_without_a_state_of_the_generation_do_not_decide():
         "a": report_of(record, 4, (5, 4, "a b"), have=(0,), generation=2),
         "b": report_of(record, 90, (3, 90, "a b"), prepared="g", generation=1),
     }
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert decision.step == 4
     assert table_of(decision) == {"a": (1, 2, 3), "b": ()}
 
@@ -150,8 +155,8 @@ def without(record, name):
     return replace(record, roster=tuple(x for x in record.roster if x.replica != name))
 
 
-def computed_by(decision):
-    return sorted(i for ids in table_of(decision).values() for i in ids)
+def computed_by(decision, record):
+    return sorted(i for ids in table_of(decision, record, 6).values() for i in ids)
 
 
 @pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
@@ -161,16 +166,19 @@ def test_after_a_commit_a_newcomer_computes_the_part_that_it_alone_can_read(on_l
         "a": report_of(record, 7, (1, 7, "a b"), prepared="g", have=(0, 1)),
         "c": report_of(record, 0, generation=0),
     }
-    decision = decide(record, reports, 6)
-    assert (decision.step, computed_by(decision)) == (8, [0, 1, 2, 3, 4, 5])
+    decision = decide(record, reports)
+    assert (decision.step, computed_by(decision, record)) == (8, [0, 1, 2, 3, 4, 5])
 
 
 @pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
 def test_at_a_redo_a_member_that_is_behind_computes_the_part_that_it_alone_can_read(on_loss):
     record = without(shards_of(on_loss), "b")
-    reports = {"a": report_of(record, 8, (1, 8, "a b"), have=(0, 1)), "c": report_of(record, 0, generation=0)}
-    decision = decide(record, reports, 6)
-    assert (decision.step, computed_by(decision)) == (8, [2, 3, 4, 5])
+    reports = {
+        "a": report_of(record, 8, (1, 8, "a b"), have=(0, 1), micro_batches=6),
+        "c": report_of(record, 0, generation=0, micro_batches=6),
+    }
+    decision = decide(record, reports)
+    assert (decision.step, computed_by(decision, record)) == (8, [2, 3, 4, 5])
 
 
 @pytest.mark.parametrize("on_loss", ["wait", "shrink", "stop"])
@@ -181,7 +189,7 @@ def test_a_step_that_nobody_has_begun_is_divided_with_the_only_reader(on_loss):
         "a": replace(report_of(record, 7, (1, 7, "a b"), prepared="g"), plan=begun),
         "c": replace(report_of(record, 0, generation=0), plan=begun),
     }
-    decision = decide(record, reports, 6)
+    decision = decide(record, reports)
     assert decision.undivided and decision.idle == ()
 
 
@@ -190,8 +198,8 @@ def test_a_newcomer_whose_parts_others_can_read_computes_nothing_at_first(on_los
     record = shards_of(on_loss)
     reports = {n: report_of(record, 7, (1, 7, "a b"), prepared="g") for n in "ab"}
     reports["c"] = report_of(record, 0, generation=0)
-    decision = decide(record, reports, 6)
-    assert computed_by(decision) == [0, 1, 2, 3, 4, 5] and not table_of(decision)["c"]
+    decision = decide(record, reports)
+    assert computed_by(decision, record) == [0, 1, 2, 3, 4, 5] and decision.idle == ("c",)
 
 
 @pytest.mark.parametrize("on_loss", ["shrink", "stop"])
@@ -200,14 +208,14 @@ def test_a_part_that_nobody_in_the_roster_can_read_brings_no_member_in(on_loss):
     record = replace(record, sharing=replace(record.sharing, readers=1))
     record = without(record, "c")
     reports = {n: report_of(record, 7, (1, 7, "a b"), prepared="g") for n in "ab"}
-    assert computed_by(decide(record, reports, 6)) == [0, 1, 2, 3]
+    assert computed_by(decide(record, reports), record) == [0, 1, 2, 3]
 
 
 def test_a_digest_minority_is_evicted_before_anything_else():
     record = record_of("a b c")
     reports = {n: report_of(record, 7, ABC, digest="x") for n in "ab"}
     reports["c"] = report_of(record, 7, ABC, digest="y", prepared="g")
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert isinstance(decision, Evict) and decision.replicas == ("c",)
 
 
@@ -216,7 +224,7 @@ def split_in_two(**since):
     record = record_of("a b c d", **{name: {"since": epoch} for name, epoch in since.items()})
     digests = {"a": "x", "b": "y", "c": "y", "d": "x"}
     reports = {n: report_of(record, 7, (1, 7, "a b c d"), digest=d) for n, d in digests.items()}
-    return decide(record, reports, M)
+    return decide(record, reports)
 
 
 def test_a_tie_goes_against_the_shortest_tenure_whatever_the_order_of_the_ring():
@@ -234,7 +242,7 @@ def test_a_tie_between_members_of_equal_tenure_evicts_none():
 def test_a_majority_of_digests_counts_more_than_tenure():
     record = record_of("a b c", a={"since": 1}, b={"since": 8}, c={"since": 9})
     reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y", "c": "y"}.items()}
-    assert decide(record, reports, M) == Evict(
+    assert decide(record, reports) == Evict(
         ("a",), "a disagrees with the majority about the state at step 7", state=True
     )
 
@@ -246,23 +254,23 @@ def test_an_outvoted_member_is_evicted_though_the_majority_is_gone(left):
     reports = {n: report_of(record, 7, ABC, digest="y") for n in left.split()}
     reports["a"] = replace(reports["a"], digest="x", outvoted=True)
     why = "a disagrees with the majority about the state at step 7"
-    assert decide(record, reports, M) == Evict(("a",), why, state=True)
+    assert decide(record, reports) == Evict(("a",), why, state=True)
 
 
 def test_a_verdict_on_a_state_of_an_earlier_generation_does_not_count():
     record = record_of("a b", generation=2)
     reports = {"a": replace(report_of(record, 7, generation=1), outvoted=True)}
     reports["b"] = report_of(record, 7, generation=2)
-    assert isinstance(decide(record, reports, M), Resume)
+    assert isinstance(decide(record, reports), Resume)
 
 
 def test_states_of_unequal_layouts_do_not_disagree():
     """Two layouts of ranks may round the same update differently."""
     record = record_of("a b c", a={"cuts": "x"}, b={"cuts": "y"}, c={"cuts": "y"})
     reports = {n: report_of(record, 7, ABC, digest=d) for n, d in {"a": "s", "b": "t", "c": "t"}.items()}
-    assert isinstance(decide(record, reports, M), Resume)
+    assert isinstance(decide(record, reports), Resume)
     reports["c"] = replace(reports["c"], digest="u")
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert isinstance(decision, Undecidable)
     assert "b (t) and c (u) disagree about the state at step 7" in decision.reason
 
@@ -270,7 +278,7 @@ def test_states_of_unequal_layouts_do_not_disagree():
 def test_two_members_that_disagree_about_the_state_stop_the_job():
     record = record_of("a b", a={"since": 1}, b={"since": 9})
     reports = {"a": report_of(record, 7, digest="x"), "b": report_of(record, 7, digest="y")}
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert isinstance(decision, Undecidable)
     assert "a (x) and b (y) disagree about the state at step 7" in decision.reason
 
@@ -291,7 +299,7 @@ def test_of_two_disagreeing_members_the_newer_is_evicted_if_it_has_agreed_with_n
         "a disagrees with b about the state at step 7, and was let in last, in epoch 9, and has agreed "
         "with no member since"
     )
-    assert decide(record, reports, M) == Evict(("a",), why, state=True)
+    assert decide(record, reports) == Evict(("a",), why, state=True)
 
 
 @pytest.mark.parametrize(("a", "b"), [(9, 9), (1, 9)])
@@ -301,18 +309,18 @@ def test_of_two_disagreeing_members_none_is_evicted_if_they_were_admitted_togeth
         "a": replace(report_of(record, 7, digest="x"), unconfirmed=True),
         "b": replace(report_of(record, 7, digest="y"), unconfirmed=a == b),
     }
-    assert isinstance(decide(record, reports, M), Undecidable)
+    assert isinstance(decide(record, reports), Undecidable)
 
 
 def test_the_verdict_says_where_the_states_differ():
     record = record_of("a b", a={"since": 1}, b={"since": 9})
     reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y"}.items()}
     reports["a"] = replace(reports["a"], parted="they differ in lr: 1 on a, 2 on b")
-    undecidable = decide(record, reports, M)
+    undecidable = decide(record, reports)
     assert isinstance(undecidable, Undecidable)
     assert undecidable.reason.endswith("restart the job from a checkpoint; they differ in lr: 1 on a, 2 on b")
     reports["b"] = replace(reports["b"], unconfirmed=True)
-    evicted = decide(record, reports, M)
+    evicted = decide(record, reports)
     assert isinstance(evicted, Evict) and evicted.reason.endswith("; they differ in lr: 1 on a, 2 on b")
 
 
@@ -321,7 +329,7 @@ def test_a_verdict_of_the_majority_says_where_the_state_differs():
     reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y", "c": "y"}.items()}
     reports["a"] = replace(reports["a"], outvoted=True)
     reports["b"] = replace(reports["b"], parted="the first tensor that differs is model/1.noisy")
-    evicted = decide(record, reports, M)
+    evicted = decide(record, reports)
     assert isinstance(evicted, Evict)
     assert evicted.reason == (
         "a disagrees with the majority about the state at step 7; the first tensor that differs is "
@@ -333,14 +341,14 @@ def test_two_of_three_that_have_a_digest_are_judged_as_two():
     record = record_of("a b c", a={"since": 1}, b={"since": 9}, c={"since": 4})
     reports = {n: report_of(record, 7, digest=d) for n, d in {"a": "x", "b": "y", "c": ""}.items()}
     reports["b"] = replace(reports["b"], unconfirmed=True)
-    assert decide(record, reports, M).replicas == ("b",)
+    assert decide(record, reports).replicas == ("b",)
 
 
 def test_prepared_rounds_with_other_content_are_not_committed():
     record = record_of("a b c")
     reports = {n: report_of(record, 7, ABC, prepared="g") for n in "ab"}
     reports["c"] = report_of(record, 7, ABC, prepared="h")
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert isinstance(decision, Evict) and decision.replicas == ("c",)
 
 
@@ -384,7 +392,7 @@ def reference(record, reports):
     if newest is None:
         return step
     of_it = [r for r in reports.values() if r.round_step == step and r.round_epoch == newest]
-    names = set(of_it[0].round_roster) & set(reports)
+    names = set(reports) - set(of_it[0].round_lacked)
     hold = all(reports[n].prepared and reports[n].round_epoch == newest for n in names)
     return step + 1 if hold else step
 
@@ -393,7 +401,7 @@ def reference(record, reports):
 @settings(max_examples=300)
 def test_the_decided_step_is_the_references_and_no_committed_step_is_undone(history):
     record, reports = history
-    decision = decide(record, reports, M)
+    decision = decide(record, reports)
     assert isinstance(decision, Resume)
     assert decision.step == reference(record, reports)
     assert decision.step >= max(r.step for r in reports.values())
@@ -405,17 +413,16 @@ def test_the_order_of_reports_is_irrelevant(history, random):
     record, reports = history
     shuffled = list(reports.items())
     random.shuffle(shuffled)
-    assert decide(record, dict(shuffled), M) == decide(record, reports, M)
+    assert decide(record, dict(shuffled)) == decide(record, reports)
 
 
 @given(histories())
 @settings(max_examples=300)
 def test_every_micro_batch_of_the_round_is_kept_or_computed_once(history):
     record, reports = history
-    decision = decide(record, reports, M)
-    counted = []
+    decision = decide(record, reports)
+    counted = [i for ids in table_of(decision, record).values() for i in ids]
     for row in decision.table:
         report = reports[row.replica]
-        kept = report.step == decision.step and not row.drop
-        counted += [*row.micro_batches, *(report.have if kept else ())]
+        counted += report.have if report.step == decision.step and not row.drop else ()
     assert sorted(counted) == list(range(M))

@@ -137,7 +137,7 @@ def test_nothing_is_announced_before_the_store_has_it():
     (record,) = lighthouse.records
     assert not lighthouse.sent(m.Epoch)
     lighthouse.do(io.RecordWritten(record.nonce))
-    assert lighthouse.sent(m.Epoch) == [("a", m.Epoch(record, changes=True))]
+    assert lighthouse.sent(m.Epoch) == [("a", m.Epoch(record))]
 
 
 def test_an_indefinite_write_is_read_again_and_recognised_by_its_nonce():
@@ -759,7 +759,7 @@ def test_the_members_snapshot_a_later_step_and_the_newcomer_gets_the_sources():
     fence = lighthouse.record.fence
     lighthouse.say("a", m.SnapshotTaken(fence, "c", 6, "d6"))
     assert not lighthouse.sent(m.StateSources)
-    lighthouse.say("b", m.SnapshotMissed(fence, "c", 6))
+    lighthouse.say("b", m.SnapshotTaken(fence, "c", 6, ""))
     ((name, sources),) = lighthouse.sent(m.StateSources)
     assert (name, sources.state, sources.urls) == ("c", SnapshotRef(1, 6, "d6"), ("http://a",))
 
@@ -767,7 +767,7 @@ def test_the_members_snapshot_a_later_step_and_the_newcomer_gets_the_sources():
 def test_when_all_members_missed_the_snapshot_step_the_leader_asks_for_a_later_step():
     lighthouse = needing()
     for name in "ab":
-        lighthouse.say(name, m.SnapshotMissed(lighthouse.record.fence, "c", 6))
+        lighthouse.say(name, m.SnapshotTaken(lighthouse.record.fence, "c", 6, ""))
     assert not lighthouse.sent(m.TakeSnapshotFor)
     lighthouse.wait(1.0)
     assert lighthouse.sent(m.TakeSnapshotFor)
@@ -800,6 +800,34 @@ def test_gradients_are_kept_until_the_newcomer_takes_part():
     assert not lighthouse.sent(m.StopServing), "it entered round 7 with its state at 5"
     lighthouse.beat("c", 7)
     assert {r for r, _ in lighthouse.sent(m.StopServing)} == {"a", "b", "c"}
+
+
+def serving_after_a_fail_over():
+    """Return a new leader, to which members say that they keep gradients for c."""
+    lighthouse = Lighthouse(record_of("a b", epoch=1))
+    for name in "ab":
+        lighthouse.open(name, generation=1, step=5, epoch=1, serves=("c",))
+        lighthouse.status(name)
+        lighthouse.beat(name, 5)
+    return runs(lighthouse, "a b", 5)
+
+
+def test_a_new_leader_ends_the_promises_to_a_newcomer_that_does_not_come_to_it():
+    lighthouse = serving_after_a_fail_over()
+    assert not lighthouse.sent(m.StopServing), "it may still come"
+    lighthouse.wait(4.0)
+    assert {r for r, _ in lighthouse.sent(m.StopServing)} == {"a", "b"}
+
+
+def test_a_new_leader_keeps_the_promises_to_a_newcomer_until_it_is_gone():
+    lighthouse = serving_after_a_fail_over()
+    lighthouse.open("c", generation=1, step=1, epoch=1)
+    lighthouse.status("c")
+    lighthouse.beat("c", 1)
+    lighthouse.wait(4.0)
+    assert not lighthouse.sent(m.StopServing)
+    lighthouse.lose("c")
+    assert {r for r, _ in lighthouse.sent(m.StopServing)} == {"a", "b"}
 
 
 # --- refusing --------------------------------------------------------------------------------------------
@@ -966,12 +994,12 @@ def test_silence_is_believed_later_by_a_leader_that_is_called_late():
         lighthouse = crowd()
         silent_at = lighthouse.now + lighthouse.core.state.config.liveness.silence_s
         condemned = []
-        while lighthouse.core.timer.due + late_s < silent_at + 0.6:
-            tick_at(lighthouse, lighthouse.core.timer.due + late_s)
+        while lighthouse.core._due + late_s < silent_at + 0.6:
+            tick_at(lighthouse, lighthouse.core._due + late_s)
             condemned += lighthouse.told("evicting")
         assert bool(condemned) is believed
         for _ in range(4):
-            tick_at(lighthouse, lighthouse.core.timer.due)
+            tick_at(lighthouse, lighthouse.core._due)
             condemned += lighthouse.told("evicting")
         assert condemned, "it is called in time again"
 
@@ -980,9 +1008,9 @@ def test_routine_messages_wait_longer_than_news():
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
     lighthouse.beat("r000", 6)
-    assert lighthouse.core.timer.plan_at == lighthouse.now + ROUTINE_S
+    assert lighthouse.core.plan_at == lighthouse.now + ROUTINE_S
     lighthouse.say("r001", m.Finished(lighthouse.record.fence, 5))
-    assert lighthouse.core.timer.plan_at == lighthouse.now + TOGETHER_S
+    assert lighthouse.core.plan_at == lighthouse.now + TOGETHER_S
 
 
 def test_a_death_is_looked_at_however_many_others_speak_meanwhile():
@@ -1077,14 +1105,14 @@ def test_returning_members_are_not_called_dead_while_the_leader_is_overloaded(la
     lighthouse.core.next_deadline()
     until = lighthouse.now + 60.0
     while lighthouse.now < until and lighthouse.record.epoch == 1:
-        tick_at(lighthouse, lighthouse.core.timer.due + late_s)
+        tick_at(lighthouse, lighthouse.core._due + late_s)
         for name in names[:45]:
             lighthouse.beat(name, 5)
         lighthouse.core.next_deadline()
     assert (lighthouse.record.epoch == 1) is spared
     kept_up = lighthouse.now
     while lighthouse.record.epoch == 1:
-        tick_at(lighthouse, lighthouse.core.timer.due)
+        tick_at(lighthouse, lighthouse.core._due)
         for name in names[:45]:
             lighthouse.beat(name, 5)
         lighthouse.core.next_deadline()
@@ -1099,7 +1127,7 @@ def test_an_endlessly_overloaded_leader_evicts_a_dead_member_in_the_end():
     lighthouse.core.next_deadline()
     spared_s, began = lighthouse.core.state.config.liveness.overload_s, lighthouse.now
     while lighthouse.record.epoch == 1 and lighthouse.now < began + 2 * spared_s:
-        tick_at(lighthouse, lighthouse.core.timer.due + 0.5)
+        tick_at(lighthouse, lighthouse.core._due + 0.5)
         for name in names[1:]:
             lighthouse.beat(name, 5)
         lighthouse.core.next_deadline()
@@ -1111,11 +1139,11 @@ def test_a_late_leader_without_an_overload_evicts_a_silent_member():
     """A member that is lost then had a session, so it was not waiting for admission."""
     lighthouse = crowd()
     tick_at(lighthouse, lighthouse.now + 0.01)
-    tick_at(lighthouse, lighthouse.core.timer.due + 0.5)
+    tick_at(lighthouse, lighthouse.core._due + 0.5)
     lighthouse.do(io.SessionClosed("r007", 1))
     lighthouse.core.next_deadline()
     for _ in range(8):
-        tick_at(lighthouse, lighthouse.core.timer.due)
+        tick_at(lighthouse, lighthouse.core._due)
     assert lighthouse.record.epoch == 2 and "r007" not in lighthouse.record.names
 
 
@@ -1123,16 +1151,16 @@ def test_answers_that_all_must_give_are_planned_for_when_all_have():
     lighthouse = crowd()
     lighthouse.do(io.TrainerStatusSeen(m.TrainerStatus("r007", 1, "gone", 1)))
     for _ in range(4):
-        tick_at(lighthouse, lighthouse.core.timer.due)
+        tick_at(lighthouse, lighthouse.core._due)
     record = lighthouse.record
     assert record.epoch == 2 and record.is_forced
     *others, last = record.names
-    tick_at(lighthouse, lighthouse.core.timer.due)
+    tick_at(lighthouse, lighthouse.core._due)
     for name in others:
         lighthouse.say(name, report_of(record, 5, have=()))
-    assert lighthouse.core.timer.plan_at >= lighthouse.now + ROUTINE_S
+    assert lighthouse.core.plan_at >= lighthouse.now + ROUTINE_S
     lighthouse.say(last, report_of(record, 5, have=()))
-    assert lighthouse.core.timer.plan_at <= lighthouse.now + TOGETHER_S
+    assert lighthouse.core.plan_at <= lighthouse.now + TOGETHER_S
 
 
 def test_an_endless_overload_does_not_protect_a_dead_member_for_ever():

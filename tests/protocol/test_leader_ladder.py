@@ -117,7 +117,7 @@ def test_a_cold_start_says_how_many_steps_it_lost_wherever_it_begins(durable, he
     lighthouse.beat("b", 117)
     die_and_come_again(lighthouse, durable, held)
     assert f"cold start from {begins} with the memory that held them" in lighthouse.record.reason
-    assert lighthouse.core.bases.steps_lost == 117 - lighthouse.record.base.step
+    assert lighthouse.core.starts.steps_lost == 117 - lighthouse.record.base.step
 
 
 def test_steps_of_a_generation_that_began_again_count_from_where_it_began():
@@ -131,7 +131,7 @@ def test_steps_of_a_generation_that_began_again_count_from_where_it_began():
 def test_a_leader_that_was_elected_since_does_not_know_how_many_steps_were_lost():
     lighthouse = all_dead(durable=[NEW])
     assert "how many steps were lost is not known" in lighthouse.record.reason
-    assert lighthouse.core.bases.steps_lost is None
+    assert lighthouse.core.starts.steps_lost is None
 
 
 def test_a_message_to_a_new_leader_after_a_return_counts():

@@ -205,7 +205,7 @@ def test_a_lost_link_aborts_once_and_keeps_prepared_round_and_gradient():
     trainer.leader(m.Epoch(SECOND))
     (report,) = trainer.said(m.Report)
     assert (report.prepared, report.gradient_digest, report.have) == (True, "g0", (0, 1))
-    assert (report.round_epoch, report.round_step, report.round_roster) == (1, 0, ("a", "b"))
+    assert (report.round_epoch, report.round_step, report.round_lacked) == (1, 0, ())
 
 
 def test_the_report_promises_to_stay_out_and_is_repeated_unchanged():
@@ -661,7 +661,7 @@ def test_a_snapshot_of_a_step_that_has_passed_is_reported_as_missed():
     trainer.peer("b", vote(FIRST, 0))
     trainer.do(io.Ready(1, "d1"))
     trainer.leader(m.TakeSnapshotFor(FIRST.fence, "c", 0))
-    assert trainer.said(m.SnapshotMissed) == [m.SnapshotMissed(FIRST.fence, "c", 0)]
+    assert trainer.said(m.SnapshotTaken) == [m.SnapshotTaken(FIRST.fence, "c", 0, "")]
 
 
 def test_a_snapshot_that_failed_can_be_asked_for_again():
@@ -671,6 +671,6 @@ def test_a_snapshot_that_failed_can_be_asked_for_again():
     trainer.leader(m.Epoch(alone), resume_of(alone, 0), m.TakeSnapshotFor(alone.fence, "c", 0))
     assert trainer.found(io.TakeSnapshot)
     trainer.do(io.Snapshotted(0, ""))
-    assert trainer.said(m.SnapshotMissed)
+    assert trainer.said(m.SnapshotTaken)
     trainer.leader(m.TakeSnapshotFor(alone.fence, "c", 0))
     assert trainer.found(io.TakeSnapshot)

@@ -5,8 +5,7 @@ step.
 from protocol.test_member import FIRST, contribution, outside, running, vote
 
 from fabric.model import EarlierStep, StepTimes
-from fabric.protocol.member.rounds import STEP_BEAT_S
-from fabric.protocol.member.session import MOST_EARLIER
+from fabric.protocol.member.session import MOST_EARLIER, STEP_BEAT_S
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
@@ -76,7 +75,7 @@ def test_a_member_that_missed_the_step_of_a_snapshot_sends_every_step_for_a_whil
     trainer = stepping()
     step(trainer, 1)
     trainer.leader(m.TakeSnapshotFor(FIRST.fence, "c", 1))
-    assert trainer.said(m.SnapshotMissed) == [m.SnapshotMissed(FIRST.fence, "c", 1)]
+    assert trainer.said(m.SnapshotTaken) == [m.SnapshotTaken(FIRST.fence, "c", 1, "")]
     assert [beat.step for beat in trainer.said(m.Heartbeat)] == [2]
     assert step(trainer, 2) == [3]
 

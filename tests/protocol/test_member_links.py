@@ -182,13 +182,13 @@ def test_a_link_that_was_cut_is_looked_at_often_until_links_have_stood():
     trainer, _ = left_out()
     for _ in range(3):
         trainer.do(io.Probed(()))
-        assert trainer.core.epochs.links.next_probe == trainer.now + PROBE_AGAIN_S
+        assert trainer.core.link_watch.next_probe == trainer.now + PROBE_AGAIN_S
         trainer.now += PROBE_AGAIN_S
         trainer.do(io.Tick())
         assert trainer.found(io.Probe)
     trainer.leader(m.Epoch(record_of("a b c", epoch=3)))
     trainer.do(io.Linked(3))
-    assert not trainer.core.epochs.links.flaps
+    assert not trainer.core.link_watch.flaps
 
 
 def in_the_exchange():

@@ -184,7 +184,7 @@ def test_members_keep_the_next_gradients_for_a_lost_replica():
 def test_a_member_that_is_past_the_step_keeps_gradients_from_now_on():
     trainer = running("a")
     trainer.leader(m.TakeSnapshotFor(FIRST.fence, "c", -1))
-    assert retained(trainer) == [True] and trainer.said(m.SnapshotMissed)
+    assert retained(trainer) == [True] and trainer.said(m.SnapshotTaken)
     trainer.leader(m.StopServing(FIRST.fence, "c"))
     assert retained(trainer) == [False]
 

@@ -56,9 +56,9 @@ class Replica:
                 yield 0, effect.command.effect
             for rank in reversed(range(1, self.core.size)) if isinstance(effect, ToOthers) else ():
                 follower = FollowerRank(rank)
-                for key, results in self.core._reduced.items():
-                    if rank in results:
-                        follower.tell(io.Exchanged(*key, results[rank].gradient_digest))
+                for question, answers in self.core._answers.items():
+                    if question[0] == "round" and rank in answers:
+                        follower.tell(answers[rank])
                 own = (effect.own[rank],) if effect.own else ()
                 for command in effect.commands:
                     yield rank, follower.obey(ro.decode_command(ro.HostCommands(command).of(own)))
@@ -434,6 +434,8 @@ def test_a_gradient_that_one_rank_cannot_get_is_wanted_by_none():
     # An outcome of the cancelled fetch must not count for the new fetch.
     replica.rank(1, io.GradientFetched(7, "old"), order)
     replica.rank(0, io.GradientFetched(7, "g0"), order + 2)
+    assert not replica.orders(io.Apply)
+    replica.rank(0, io.GradientFetched(7, "old"), order)
     assert not replica.orders(io.Apply)
 
 

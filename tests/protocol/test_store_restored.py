@@ -1,12 +1,8 @@
 """An operator restores an older copy of the store while the members run in newer epochs."""
 
-import hashlib
-from dataclasses import fields, replace
-
 from protocol.makers import record_of
 from protocol.test_leader import Lighthouse
 
-from fabric.model import Member
 from fabric.protocol.messages import network as m
 
 
@@ -47,19 +43,6 @@ def test_two_rosters_under_one_fence_end_in_an_epoch_above_both():
     lighthouse.wait(10.0)
     assert lighthouse.record.epoch > 6 and lighthouse.record.is_forced
     assert "restored" in lighthouse.records[0].reason and lighthouse.records[0].names == ("a", "b")
-
-
-def test_members_of_the_version_before_name_the_same_roster():
-    """A new field of Member gave another digest: an upgraded lighthouse saw a restored store."""
-    record = record_of("a b", epoch=6)
-    record = replace(record, roster=tuple(replace(x, stores=False) for x in record.roster))
-    known = [f.name for f in fields(Member) if f.name != "stores"]
-    entries = "\n".join(repr(tuple(getattr(x, name) for name in known)) for x in record.roster)
-    lighthouse = Lighthouse(record)
-    for name in "ab":
-        back(lighthouse, name, 6, roster=hashlib.blake2b(entries.encode(), digest_size=16).hexdigest())
-    lighthouse.wait(10.0)
-    assert not [x for x in lighthouse.records if "restored" in x.reason]
 
 
 def test_a_newer_generation_that_the_store_has_lost_is_not_used_again():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric.errors import ProtocolError
-from fabric.model import PROTOCOL_VERSION, Base, Fence, Member, Record, StepTimes
+from fabric.model import PROTOCOL_VERSION, Base, DataPlan, Fence, Member, Record, StepTimes
 from fabric.protocol.messages import network, wire
 from fabric.protocol.messages.rank_messages import RankEffect, RankEvent
 from fabric.store.base import MAX_VALUE_BYTES
@@ -163,13 +163,13 @@ def test_text_that_is_not_utf_8_is_refused():
         ("step", -(2**70), "Report.step must be an integer >= -9223372036854775807"),
         ("prepared", 1, "Report.prepared must be true or false, not an integer"),
         ("have", [1, "x"], "Report.have[1] must be an integer, not a string"),
-        ("round_roster", "r1", "Report.round_roster must be a list, not a string"),
+        ("round_lacked", "r1", "Report.round_lacked must be a list, not a string"),
         ("fence", [], "Report.fence must be an object, not a list"),
         ("fence", {"store_id": "s", "generation": 1}, "Report.fence.epoch is missing"),
     ],
 )
 def test_a_wrong_value_is_named_in_a_sentence(field, value, sentence):
-    report = network.Report(Fence("s", 1, 1), 1, 2, "d", 1, 2, ("r0",), True, "g", (0, 1))
+    report = network.Report(Fence("s", 1, 1), 1, 2, "d", 1, 2, ("r0",), True, "g", (0, 1), DataPlan(4))
     with pytest.raises(ProtocolError) as refused:
         wire.decode(json.dumps(json.loads(wire.encode(report)) | {field: value}))
     assert str(refused.value) == sentence

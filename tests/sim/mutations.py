@@ -35,7 +35,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
 from fabric.protocol.rules import decide as deciding
-from fabric.protocol.rules.assignment import Work, assign
+from fabric.protocol.rules.assignment import assign
 
 Patch = pytest.MonkeyPatch
 
@@ -126,8 +126,8 @@ def publish_when_prepared(patch: Patch) -> None:
 def share_out_what_somebody_has(patch: Patch) -> None:
     redo = deciding._redo
 
-    def forgetful(record: Record, reports: Mapping[str, m.Report], step: int, work: Work) -> m.Resume:
-        return redo(record, {n: replace(x, have=()) for n, x in reports.items()}, step, work)
+    def forgetful(record: Record, reports: Mapping[str, m.Report], step: int) -> m.Resume:
+        return redo(record, {n: replace(x, have=()) for n, x in reports.items()}, step)
 
     patch.setattr(deciding, "_redo", forgetful)
 
@@ -186,13 +186,12 @@ def forget_the_promise_of_a_report(patch: Patch) -> None:
 
 
 def resume_by_the_maximum_committed(patch: Patch) -> None:
-    def decide(record: Record, reports: Mapping[str, m.Report], micro_batches: int) -> deciding.Decision:
-        work = deciding.WorkByStep(record, reports, micro_batches)
+    def decide(record: Record, reports: Mapping[str, m.Report]) -> deciding.Decision:
         valid = {n: x for n, x in reports.items() if x.state_generation == record.generation}
         if record.cold == record.epoch or not valid:
-            return deciding._cold(record, work)
+            return deciding._undivided(record, record.base.step, record.roster, reason="cold start")
         newest = max(x.step for x in valid.values())
-        return deciding._redo(record, valid, newest, work)
+        return deciding._redo(record, valid, newest)
 
     patch.setattr(leader_core, "decide", decide)
 
@@ -232,8 +231,9 @@ def rebuild_the_report_for_another_leader(patch: Patch) -> None:
                 digest=member._memory.state.digest,
                 round_epoch=last_round.epoch,
                 round_step=last_round.step,
-                round_roster=last_round.roster,
-                prepared=prepared is not None and last_round.is_that_of(prepared),
+                round_lacked=tuple(set(member._epochs.newest.names) - set(last_round.roster)),
+                prepared=prepared is not None
+                and (prepared.epoch, prepared.step) == (last_round.epoch, last_round.step),
                 have=tuple(sorted(member._memory.kept_gradient.have)),
                 committed_digest=member._memory.state.committed_digest,
             )
@@ -259,10 +259,12 @@ def use_the_result_of_an_old_round(patch: Patch) -> None:
 
 
 def commit_whatever_is_held(patch: Patch) -> None:
-    def may(member: Membership, prepared: io.PreparedRound, message: m.Resume) -> bool:
-        return member._memory.state.step == prepared.step
+    def resume(member: Rounds, decision: m.Resume, newest: Record) -> None:
+        prepared, member.prepared = member.prepared, None
+        if prepared is not None and member._memory.state.step == prepared.step:
+            member.commit(prepared)
 
-    patch.setattr(Membership, "_may_commit", may)
+    patch.setattr(Rounds, "resume", resume)
 
 
 def accept_a_lower_epoch(patch: Patch) -> None:
@@ -317,10 +319,17 @@ def never_ask_for_the_whole_roster(patch: Patch) -> None:
 
 
 def say_that_the_round_lacked_nobody(patch: Patch) -> None:
-    def send(member: Membership, report: m.Report, record: Record) -> None:
-        member._context.emit(io.SendLeader(replace(report, round_roster=(), round_lacked=())))
+    report = Membership._report
 
-    patch.setattr(Membership, "_send_report", send)
+    def lacked(member: Membership, record: Record) -> None:
+        last_round, member._rounds.last_round = (
+            member._rounds.last_round,
+            replace(member._rounds.last_round, roster=record.names),
+        )
+        report(member, record)
+        member._rounds.last_round = last_round
+
+    patch.setattr(Membership, "_report", lacked)
 
 
 def let_a_deposed_leader_write(patch: Patch) -> None:

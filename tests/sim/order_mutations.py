@@ -13,6 +13,7 @@ from fabric.protocol.leader.evidence import FailureEvidence, Penalty
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.starts import Starts
+from fabric.protocol.leader.state import Mark
 
 Patch = pytest.MonkeyPatch
 
@@ -48,7 +49,7 @@ def count_a_cut_link_against_a_replica(patch: Patch) -> None:
 
     def left_out(rebuilder: RingRebuilder, member: Member, why: str) -> None:
         leave_out(rebuilder, member, why)
-        rebuilder.state.epoch.not_counted_as_failure.discard(member.replica)
+        rebuilder.state.epoch.marks[member.replica].discard(Mark.EXCUSED)
 
     patch.setattr(RingRebuilder, "_leave_out", left_out)
 
@@ -60,10 +61,10 @@ def count_an_eviction_that_the_store_lost(patch: Patch) -> None:
 def count_no_death(patch: Patch) -> None:
     schedule = Evictions.schedule
 
-    def scheduled(evictions: Evictions, replica: str, reason: str) -> None:
-        schedule(evictions, replica, reason)
+    def scheduled(evictions: Evictions, replica: str, reason: str, *marks: Mark) -> None:
+        schedule(evictions, replica, reason, *marks)
         if reason.startswith("its process is gone"):
-            evictions.state.epoch.not_counted_as_failure.add(replica)
+            evictions.state.epoch.mark(replica, [Mark.EXCUSED])
 
     patch.setattr(Evictions, "schedule", scheduled)
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from fabric.model import Record
-from fabric.protocol.leader.record_writer import MAX_REASON_CHARACTERS
+from fabric.protocol.leader.state import MAX_REASON_CHARACTERS
 
 # The leader's reasons for an eviction that are failures of the member.
 FAILURES = (

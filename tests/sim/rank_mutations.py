@@ -1,6 +1,6 @@
 """Deliberate bugs in the ranks of a replica; the worlds of ``ranks`` must notice each bug."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,69 +15,83 @@ Patch = pytest.MonkeyPatch
 
 def a_commit_decided_per_lane(patch: Patch) -> None:
     """Bug: rank 0 commits when its own lane is reduced, even if other lanes are not."""
-    exchanged = Ranks._on_exchanged
+    take = Ranks._take
 
-    def on_exchanged(ranks: Ranks, who: Any, events: Any, now: float) -> None:
-        exchanged(ranks, who, events, now)
-        known = ranks._reduced[events[0].epoch, events[0].step]
-        if who[0] == 0 and len(known) < ranks.size:
+    def on_exchanged(ranks: Ranks, who: Any, events: Any, number: int, now: float) -> None:
+        take(ranks, who, events, number, now)
+        if not isinstance(events[0], io.Exchanged) or who[0] != 0:
+            return
+        if len(ranks._answers["round", events[0].epoch, events[0].step]) < ranks.size:
             ranks._record_event(events[0], now)
 
-    patch.setattr(Ranks, "_on_exchanged", on_exchanged)
+    patch.setattr(Ranks, "_take", on_exchanged)
 
 
 def go_on_without_a_lost_rank(patch: Patch) -> None:
     on_one = Ranks._on_one
 
-    def forgetful(ranks: Ranks, rank: int, event: ro.RankEvent, now: float) -> None:
+    def forgetful(ranks: Ranks, rank: int, event: ro.RankEvent, number: int, now: float) -> None:
         if not isinstance(event, ro.RankLost):
-            on_one(ranks, rank, event, now)
+            on_one(ranks, rank, event, number, now)
 
     patch.setattr(Ranks, "_on_one", forgetful)
 
 
 def compute_is_over_when_rank_0_is_done(patch: Patch) -> None:
-    on_main = Ranks._on_main
+    take = Ranks._take
 
-    def impatient(ranks: Ranks, who: Any, events: Any, now: float) -> None:
-        said = events[0] if who[0] == 0 else ranks._main.get(0)
+    def impatient(ranks: Ranks, who: Any, events: Any, number: int, now: float) -> None:
+        main = ranks._answers.setdefault(("main",), {})
+        said = events[0] if who[0] == 0 else main.get(0)
         if isinstance(said, io.Computed):
             for other in range(ranks.size):
                 if other not in who:
-                    ranks._main.setdefault(other, said)
-        on_main(ranks, who, events, now)
+                    main.setdefault(other, said)
+        take(ranks, who, events, number, now)
 
-    patch.setattr(Ranks, "_on_main", impatient)
+    patch.setattr(Ranks, "_take", impatient)
 
 
 def install_when_rank_0_has_its_part(patch: Patch) -> None:
-    on_state = Ranks._on_state
+    take = Ranks._take
 
     def hasty(ranks: Ranks, who: Any, events: Any, number: int, now: float) -> None:
-        if who[0] == 0 and number == ranks._fetching.number:
+        if who[0] == 0 and ranks._is_under_way(number) and isinstance(events[0], io.StateFetched):
             for other in range(1, ranks.size):
-                ranks._fetching.ended[other] = events[0]
-        on_state(ranks, who, events, number, now)
+                ranks._answers.setdefault(("fetch", number), {})[other] = events[0]
+        take(ranks, who, events, number, now)
 
-    patch.setattr(Ranks, "_on_state", hasty)
+    patch.setattr(Ranks, "_take", hasty)
 
 
 def the_exchange_begins_with_the_first_rank(patch: Patch) -> None:
-    def hasty(ranks: Ranks, _: object, events: Sequence[io.Streaming], now: float) -> None:
-        ranks._record_event(events[0], now)
+    take = Ranks._take
 
-    patch.setattr(Ranks, "_on_streaming", hasty)
+    def hasty(ranks: Ranks, who: Any, events: Any, number: int, now: float) -> None:
+        if isinstance(events[0], io.Streaming):
+            ranks._record_event(events[0], now)
+        else:
+            take(ranks, who, events, number, now)
+
+    patch.setattr(Ranks, "_take", hasty)
 
 
 def the_word_of_a_rank_outlives_its_order(patch: Patch) -> None:
-    on_computed = Ranks._on_computed
+    take = Ranks._take
 
-    def remembering(ranks: Ranks, *arguments: Any) -> None:
-        words = dict(ranks._streaming)
-        on_computed(ranks, *arguments)
-        ranks._streaming |= words
+    def remembering(ranks: Ranks, who: Any, events: Any, number: int, now: float) -> None:
+        question = ("backward",)
+        if isinstance(events[0], io.Streaming):
+            told = ranks._answers.setdefault(question, {})
+            told.update(dict.fromkeys(who, events[0]))
+            if len(told) == ranks.size:
+                ranks._on_answers(question, [told[rank] for rank in range(ranks.size)], now)
+            return
+        words = ranks._answers.get(question, {})
+        take(ranks, who, events, number, now)
+        ranks._answers[question] = words
 
-    patch.setattr(Ranks, "_on_computed", remembering)
+    patch.setattr(Ranks, "_take", remembering)
 
 
 def a_voice_answers_for_a_rank_that_has_not(patch: Patch) -> None:

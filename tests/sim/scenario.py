@@ -242,7 +242,8 @@ def told(value: object) -> str:
         return f"epoch {value.epoch} ({kind}: {members}; {value.reason})"
     if isinstance(value, m.Resume):
         table = ", ".join(f"{a.replica} {told(a.micro_batches)}" for a in value.table)
-        return f"Resume at step {value.step} [{table}] ({value.reason})"
+        work = "divided by the members" if value.undivided else f"[{table}]"
+        return f"Resume at step {value.step} {work} ({value.reason})"
     if isinstance(value, member_events.LinkUp | member_events.Switch):
         return f"{type(value).__name__} epoch={value.record.epoch}"
     if isinstance(value, m.RosterDelta):

@@ -1,14 +1,15 @@
 """The data of a job change, by the stages of its loops or by a restart, and every step stays whole."""
 
+from collections.abc import Mapping
+
 import pytest
 from sim import data_worlds, noticing
 from sim.run import hunt
 
 from fabric.model import Record
-from fabric.protocol.leader.state import JobState
 from fabric.protocol.member.rounds import Rounds
-from fabric.protocol.rules.assignment import Work
-from fabric.protocol.rules.decide import WorkByStep
+from fabric.protocol.messages.network import Report
+from fabric.protocol.rules import decide
 
 SEEDS = 60
 REBATCHED_SEEDS = 12
@@ -26,15 +27,11 @@ def test_a_restart_with_other_batches_loses_and_invents_no_micro_batch():
     assert counts["path: cold start"], "the steps after the restart count with the new number"
 
 
-def decide_with_the_number_of_the_first_stage(patch: pytest.MonkeyPatch) -> None:
-    def at(work: WorkByStep, step: int) -> Work:
-        return Work(work.micro_batches, work.record.sharing)
+def decide_with_the_number_of_another_stage(patch: pytest.MonkeyPatch) -> None:
+    def number(reports: Mapping[str, Report], step: int) -> int:
+        return next(iter(reports.values())).plan.micro_batches
 
-    def number(state: JobState, record: Record) -> int:
-        return next(iter(state.liveness.peers.values())).session.micro_batches
-
-    patch.setattr(WorkByStep, "at", at)
-    patch.setattr(JobState, "micro_batches", number)
+    patch.setattr(decide, "micro_batches_of", number)
 
 
 def divide_an_undivided_step_among_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -51,8 +48,7 @@ def divide_an_undivided_step_among_nobody(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutate", "kind"),
     [
-        (decide_with_the_number_of_the_first_stage, "curriculum"),
-        (decide_with_the_number_of_the_first_stage, "rebatched"),
+        (decide_with_the_number_of_another_stage, "curriculum"),
         (divide_an_undivided_step_among_nobody, "curriculum"),
     ],
 )

@@ -4,6 +4,7 @@ A world has faults first (``faults.py``). Then all faults are healed, and the wo
 bounded virtual time: every replica in the roster, further steps, a clean finish.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -325,6 +326,7 @@ class World:
         healed = clockwork.now
         if not self.ends_early and not self.halted:
             self._demand("every replica is back and steps are committed", HEAL_LIMIT_S, self._is_whole())
+            self._demand("no gradients are kept for a member", HEAL_LIMIT_S, self._is_nobody_served)
             self.until = max([t.main.step for t in self.living()], default=0) + 3
         self._demand("everybody finishes", FINISH_LIMIT_S, self._is_finished)
         clockwork.counts["recovery ms"] += int(1000 * (clockwork.now - healed))
@@ -339,6 +341,15 @@ class World:
             raise Violation(
                 f"liveness: not within {limit_s:g} s: {what}; {modes}; {roster}; {self._describe_leader()}"
             )
+
+    def _is_nobody_served(self) -> bool:
+        """Whether each member keeps more gradients only for replicas outside, or for a few steps."""
+        for trainer in self.living():
+            record, listeners = trainer.core.epochs.current, trainer.core.serving.listeners
+            served = (record.member(name) for name, last in listeners.items() if last == math.inf and record)
+            if any(member is not None and not member.joining for member in served):
+                return False
+        return True
 
     def _survive_blackout(self) -> None:
         """Control-plane independence: with an unchanged roster, steps go on without lighthouse and store."""

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from fabric.errors import FabricError, ProtocolError, Refused, Unauthorized
 from fabric.transport.greeting import (
     CHALLENGE_BYTES,
+    WIRE,
     Greeting,
     accept_frame,
-    challenge_frame,
     hello_frame,
     random_bytes,
     read_challenge,
@@ -25,7 +25,7 @@ TOKEN = b"secret"
 
 
 def test_both_sides_pass_with_one_token():
-    challenge = read_challenge(challenge_frame(random_bytes()))
+    challenge = read_challenge(WIRE + random_bytes())
     hello = hello_frame(GREETING, challenge, random_bytes(), TOKEN)
     assert read_hello(hello, challenge, TOKEN) == GREETING
     read_verdict(accept_frame(challenge, hello, TOKEN), challenge, hello, TOKEN)

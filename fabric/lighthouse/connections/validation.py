@@ -102,21 +102,19 @@ def decode_member(data: str) -> m.MemberMessage:
     if isinstance(message, m.Report):
         for name in ("digest", "gradient_digest", "committed_digest"):
             _check_length(name, getattr(message, name), MAX_DIGEST)
-        _check_names("round_roster", message.round_roster, MOST_REPLICAS, MAX_NAME)
-        _check_names("round_lacked", message.round_lacked or (), MOST_REPLICAS, MAX_NAME)
+        _check_names("round_lacked", message.round_lacked, MOST_REPLICAS, MAX_NAME)
         if len(message.have) > MAX_MICRO_BATCHES:
             raise ProtocolError(f"have must be a list of at most {MAX_MICRO_BATCHES}")
-        _check_length("plan", message.plan.described if message.plan is not None else "", MAX_SETTINGS)
-        if message.plan is not None and not 1 <= message.plan.micro_batches <= MAX_MICRO_BATCHES:
+        _check_length("plan", message.plan.described, MAX_SETTINGS)
+        if not 1 <= message.plan.micro_batches <= MAX_MICRO_BATCHES:
             raise ProtocolError(f"Report.plan must have from 1 to {MAX_MICRO_BATCHES} micro-batches")
         return replace(message, parted=cleaned(message.parted))
     if isinstance(message, m.Aborted):
         _check_names("waiting_for", message.waiting_for, MAX_NAMES)
         _check_names("unreachable", message.unreachable, MAX_UNREACHABLE, MAX_NAME)
         _check_length("about", message.about, MAX_ADDRESS)
-    if isinstance(message, m.SnapshotTaken | m.SnapshotMissed):
-        _check_length("joiner", message.joiner, MAX_ADDRESS)
     if isinstance(message, m.SnapshotTaken):
+        _check_length("joiner", message.joiner, MAX_ADDRESS)
         _check_length("digest", message.digest, MAX_DIGEST)
     if isinstance(message, m.Aborted | m.RequestState | m.CannotContinue | m.LoopFailed):
         return replace(message, why=cleaned(message.why))
@@ -167,7 +165,7 @@ def _checked_beat(beat: m.Heartbeat) -> m.Heartbeat:
         raise ProtocolError(f"Heartbeat.times.ranks must be a list of at most {MOST_TIMED_RANKS}")
     if times is not None:
         _check_length("times.loss", times.loss, MAX_DIGEST)
-    if not 0 <= beat.micro_batches <= MAX_MICRO_BATCHES:  # an older version sends none
+    if not 0 <= beat.micro_batches <= MAX_MICRO_BATCHES:
         raise ProtocolError(f"Heartbeat.micro_batches must be from 0 to {MAX_MICRO_BATCHES}")
     if beat.waiting_for or beat.digest:
         _check_names("waiting_for", beat.waiting_for, MAX_NAMES)
@@ -188,9 +186,10 @@ def _checked_session(session: m.OpenSession) -> m.OpenSession:
     _check_length("secret", session.secret, MAX_SECRET)
     _check_length("rack", session.rack, MAX_NAME)
     _check_length("adapt", session.adapt, MAX_NAME)
+    _check_names("serves", session.serves, MAX_NAMES, MAX_NAME)
     if len(session.predecessors) > MAX_NAMES:
         raise ProtocolError(f"Session.predecessors must be a list of at most {MAX_NAMES}")
-    if not 0 <= session.autonomy_s <= _MAX_BUDGET_S:  # a session of an older version sends no such time
+    if not 0 <= session.autonomy_s <= _MAX_BUDGET_S:
         raise ProtocolError("Session.autonomy_s must be a number of seconds from 0, and at most a year")
     for name in ("exchange_s", "user_code_s"):
         if not 0 < getattr(session, name) <= _MAX_BUDGET_S:

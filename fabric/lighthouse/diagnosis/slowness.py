@@ -126,7 +126,8 @@ class SlownessWatch:
         for past in beat.earlier[-(MOST_EARLIER // len(record.roster)) or len(beat.earlier) :]:
             amount = WorkAmount(past.tokens, past.squares, past.samples, past.micro_batches)
             self._detector.observe(replica, incarnation, past.step, amount, past.compute_s)
-        work = _work(times)
+        tokens = sum(times.work.values())
+        work = WorkAmount(tokens, times.squares, times.samples, times.micro_batches)
         self._detector.observe(replica, incarnation, beat.step, work, times.compute_s)
         self._links.observe(replica, times)
         self._has_news |= self._detector.is_alarmed(replica) != (replica in self._computing_slowly())
@@ -277,14 +278,6 @@ class SlownessWatch:
             **self._advisor.to_json(core),
             **self._layouts.to_json(core),
         }
-
-
-def _work(times: StepTimes) -> WorkAmount:
-    """The work of a step; an older version sends only the declared work, which was the number of samples."""
-    tokens = sum(times.work.values())
-    if not times.micro_batches:
-        return WorkAmount(tokens, 0.0, tokens, len(times.work))
-    return WorkAmount(tokens, times.squares, times.samples, times.micro_batches)
 
 
 def _speed_view(speed: ReplicaSpeed) -> dict[str, Any]:

@@ -297,7 +297,7 @@ class Recoveries:
         if record.generation != before.generation:
             recovery.kind = "cold start"
             seen = max(0, recovery.step - record.base.step)
-            recovery.steps_lost = core.bases.steps_lost if core.bases.steps_lost is not None else seen
+            recovery.steps_lost = core.starts.steps_lost if core.starts.steps_lost is not None else seen
             peers = core.state.liveness.peers.values()
             micro_batches = max((peer.micro_batches for peer in peers), default=0)
             recovery.micro_batches_lost = recovery.steps_lost * micro_batches

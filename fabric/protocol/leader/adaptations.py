@@ -84,7 +84,7 @@ class Adaptations:
         if lowers and (why := self._objection(record, speeds, len(recent))):
             if why != self.held:
                 self.held = why
-                self.outbox.record_event("shares kept", _names(speeds), why)
+                self.outbox.record_event("shares kept", ", ".join(x.replica for x in speeds), why)
             return False
         acted = (*recent, round(self.state.unix_now, 1)) if lowers else recent
         total, layouts = self.state.micro_batches(record), record.adaptation.layouts
@@ -119,13 +119,9 @@ class Adaptations:
             why = f"shares by speed: {why}; predicted: {effect}"
         else:
             adaptation, why = adaptation.with_asked_shares, f"shares as asked for again: {why}"
-        about = _names(adaptation.speeds or record.adaptation.speeds)
+        about = ", ".join(x.replica for x in adaptation.speeds or record.adaptation.speeds)
         self.outbox.record_event("shares", about, why)
         self.writer.write_epoch(record, record.roster, forced=False, why=why, adaptation=adaptation)
-
-
-def _names(speeds: tuple[MemberSpeed, ...]) -> str:
-    return ", ".join(x.replica for x in speeds)
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +161,8 @@ class Relayouts:
                 why = f"{replica} came back in the layout {launched.layout or 'that it builds alone'}"
             if why:
                 self.job.outbox.record_event(kind, replica, why)
-                self._write(record, record.roster, _with(record.adaptation, replica), why)
+                left = _with(record.adaptation, replica)
+                self.job.writer.write_epoch(record, record.roster, False, why, adaptation=left)
                 return True
         return False
 
@@ -274,10 +271,7 @@ class Relayouts:
         self.job.outbox.record_event("layout" if layout else "drained", member.replica, why)
         leaving = replace(member, leaving=True, returns=layout)
         roster = tuple(leaving if x is member else x for x in record.roster)
-        self._write(record, roster, adaptation, why)
-
-    def _write(self, record: Record, roster: tuple[Member, ...], adaptation: Adaptation, why: str) -> None:
-        self.job.writer.write_epoch(record, roster, forced=False, why=why, adaptation=adaptation)
+        self.job.writer.write_epoch(record, roster, False, why, adaptation=adaptation)
 
 
 def _layout_of(order: str) -> str:

@@ -8,7 +8,7 @@ from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Liveness, Peer, as_member, vouches
 from fabric.protocol.leader.orders import OperatorOrders
-from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits, Standing, standing
+from fabric.protocol.leader.state import JobState, LeaderOutbox, Mark, RosterLimits, Standing, standing
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.compatibility import incompatibility
 from fabric.protocol.rules.link_graph import Healing
@@ -164,16 +164,22 @@ class Admission:
                 if not record.is_forced:
                     self.ending[member.replica] = member.process
                 continue
-            self.outbox.loss_incidents[member.replica] = record.incident_id
+            self.outbox.note_loss(member.replica, record.incident_id)
             process = member.process
-            if member.replica in self.state.epoch.cut_off:
+            if self.state.epoch.has(member.replica, Mark.CUT_OFF):
                 self.healing.left_out(process, self.state.now)
                 continue
             times = self.readmission_backoff.get(process, Backoff()).times + 1
             wait_s = min(READMIT_S * 2 ** (times - 1), READMIT_LIMIT_S)
-            if late := member.replica in self.state.epoch.slow_joiners:
+            if late := self.state.epoch.has(member.replica, Mark.SLOW):
                 wait_s = max(wait_s, READMIT_STALLS * self.state.join_stall_s(member.replica))
             self.readmission_backoff[process] = Backoff(times, self.state.now + wait_s, late)
+
+    def forget(self, replica: str) -> None:
+        self.waiting_outside.pop(replica, None)
+
+    def keep_out_of_rounds(self, peer: Peer) -> None:
+        self.evicted_in_user_code[peer.process] = peer.step
 
     def refuse_unlike(self, session: m.OpenSession) -> None:
         """Refuse each process that spoke before this one, counts less, and has other settings."""
@@ -239,7 +245,7 @@ def number_to_pass(session: m.OpenSession, liveness: Liveness, record: Record | 
     epoch was replaced, and must end.
     """
     peer = liveness.peers.get(session.replica)
-    if peer is None or session.roster != "none":
+    if peer is None or session.roster:
         return 0
     entry = record.member(session.replica) if record is not None else None
     newest = max(peer.incarnation, entry.incarnation if entry is not None else 0)

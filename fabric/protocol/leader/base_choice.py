@@ -22,7 +22,6 @@ class BaseChoice:
     mistrusted: dict[SnapshotRef, str] = field(default_factory=dict)  # snapshot -> why its state is wrong
     silent_servers: set[str] = field(default_factory=set)  # unconnected servers that delivered no state
     base_loaded_generation: int = 0  # the newest generation whose base a member has loaded
-    steps_lost: int | None = None  # number of steps that the newest cold start lost; None: not known
 
     def choose(self, peers: list[Peer], is_heard: bool = False) -> tuple[Base | None, str]:
         """The state with the highest (generation, step); of equal ones memory comes before durable storage.

@@ -26,17 +26,16 @@ from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.starts import Starts
 from fabric.protocol.leader.state import (
     MANY,
-    EpochState,
     JobState,
     LeaderConfig,
     LeaderOutbox,
+    Mark,
     Progress,
     RosterLimits,
 )
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.decide import Evict, Undecidable, decide
-from fabric.protocol.rules.wait_graph import RingRebuilds, StragglerTracker
 
 # The decision of a forced epoch, from the reports to the members.
 
@@ -53,50 +52,40 @@ class Decisions:
     def on_report(self, peer: Peer, message: m.Report) -> None:
         if not self.state.is_current(message.fence) or not self.state.in_force(peer):
             return
-        self.state.epoch.reports.setdefault(peer.session.replica, message)
+        row = self.state.epoch.on_report(peer.session.replica, message)
         self.bases.note_loaded(message.state_generation)
-        if self.state.epoch.decision is not None:
-            self.outbox.send(peer.session.replica, self.row(peer.session.replica))
+        if row is not None:
+            self.outbox.send(peer.session.replica, row)
 
     def decide_epoch(self, record: Record) -> None:
-        reports = self.state.epoch.reports
-        if not record.is_forced or self.state.epoch.decision is not None:
+        epoch, reports = self.state.epoch, self.state.epoch.reports
+        if not record.is_forced or epoch.decision is not None:
             return
         if any(x.replica not in reports for x in record.roster):
             return
-        decision = decide(record, reports, self.state.micro_batches(record))
+        decision = decide(record, reports)
         if isinstance(decision, Evict):
             if decision.state:
                 self.bases.mistrust(decision.replicas, decision.reason)
             for name in decision.replicas:
-                if decision.state and name not in self.state.epoch.cannot_continue:
+                if decision.state and not epoch.has(name, Mark.USELESS):
                     # It has not heard the others' reports: tell it once that its state is wrong.
                     self.outbox.send(name, m.Rejected(decision.reason, retry=True, outvoted=True))
-                self.state.epoch.cannot_continue.add(name)
-                self.evictions.schedule(name, decision.reason)
+                self.evictions.schedule(name, decision.reason, Mark.USELESS)
             self.evictions.evict(record)
         elif isinstance(decision, Undecidable):
-            if not self.state.epoch.stopped:  # the job stops until an operator acts
-                self.state.epoch.stopped = decision.reason
+            if not epoch.stopped:  # the job stops until an operator acts
+                epoch.stop(decision.reason)
                 self.outbox.record_event("stopped", "", decision.reason, record.incident_id)
                 for member in record.roster:
                     self.outbox.send(member.replica, m.Rejected(decision.reason))
         else:
-            self.state.epoch.decision, self.state.epoch.decided_at = decision, self.state.now
-            self.state.epoch.rows = {
-                a.replica: replace(decision, table=(a,)) for a in decision.table if a.drop or a.micro_batches
-            }
-            self.state.epoch.no_row = replace(decision, table=())
-            if not self.state.epoch.running:  # else the members follow an earlier leader's decision
+            epoch.decide(decision, self.state.now)
+            if not epoch.running:  # else the members follow an earlier leader's decision
                 text = f"step {decision.step}: {decision.reason}"
                 self.outbox.record_event("resume", "", text, record.incident_id)
             for member in record.roster:
-                self.outbox.send(member.replica, self.row(member.replica))
-
-    def row(self, replica: str) -> m.Resume:
-        """The decision with this member's row of the table; all members without a row get the same object."""
-        assert self.state.epoch.no_row is not None
-        return self.state.epoch.rows.get(replica, self.state.epoch.no_row)
+                self.outbox.send(member.replica, epoch.row(member.replica))
 
 
 __all__ = ["MANY", "LeaderConfig", "LeaderCore"]
@@ -149,7 +138,9 @@ class LeaderCore:
         self.rebuilds: RingRebuilder = RingRebuilder(state, outbox, writer, self.evictions)
         self.decisions: Decisions = Decisions(state, outbox, self.bases, self.evictions)
         self.adaptations: Adaptations = Adaptations(state, outbox, limits, writer)
-        self.timer: plan.PlanTimer = plan.PlanTimer()
+        self.plan_at = math.inf  # the latest time to plan for the events since the last plan
+        self._deadline: float | None = None  # the time for which the last plan asked for the next plan
+        self._due = math.inf  # the time for which the leader asked for a tick
 
     # --- the contract ----------------------------------------------------------------------------------
 
@@ -158,17 +149,17 @@ class LeaderCore:
         state = self.state
         if now - state.now > DEAF_S:
             # The leader itself was stopped, so messages of the members may lie unread.
-            state.liveness.elected = now
+            state.liveness.begin_term(now)
         if isinstance(event, io.LeaderTick):
-            state.liveness.tick_was_late(max(0.0, now - self.timer.due), now)
-        state.now = now
-        self.outbox.effects = []
+            state.liveness.tick_was_late(max(0.0, now - self._due), now)
+        state.advance(now)
+        self.outbox.begin()
         _HANDLERS[type(event)](self, event)
         if state.leading and self.writer.writing is None and not self.writer.reading:
             self._plan_when_due(event)
         elif isinstance(event, io.LeaderTick):
             # The leader plans again when the store has answered.
-            self.timer.plan_at, self.timer.deadline = math.inf, state.now + TOGETHER_S
+            self.plan_at, self._deadline = math.inf, state.now + TOGETHER_S
         return self.outbox.effects
 
     def _plan_when_due(self, event: io.Event) -> None:
@@ -178,11 +169,11 @@ class LeaderCore:
         """
         if self.state.is_large and isinstance(event, _FREQUENT):
             patience_s = ROUTINE_S if self._is_routine(event) else TOGETHER_S
-            self.timer.plan_at = min(self.timer.plan_at, self.state.now + patience_s)
+            self.plan_at = min(self.plan_at, self.state.now + patience_s)
             return
-        self.timer.plan_at = math.inf
+        self.plan_at = math.inf
         plan.make_plan(self)
-        self.timer.deadline = self._next_deadline()
+        self._deadline = self._next_deadline()
 
     def _is_routine(self, event: io.Event) -> bool:
         """Whether the event only shows life, opens a session, or is an answer that every member must give."""
@@ -198,13 +189,12 @@ class LeaderCore:
 
     def next_deadline(self) -> float | None:
         """Return the latest time at which the shell must send a tick."""
-        timer = self.timer
-        if self.state.leading and timer.deadline is not None and self.state.is_large:
+        if self.state.leading and self._deadline is not None and self.state.is_large:
             # Events before this deadline do not postpone it, or the deadline would never be due.
-            due: float | None = min(timer.deadline, timer.plan_at)
+            due: float | None = min(self._deadline, self.plan_at)
         else:
             due = self._next_deadline()
-        timer.due = math.inf if due is None else due
+        self._due = math.inf if due is None else due
         return due
 
     def _next_deadline(self) -> float | None:
@@ -229,21 +219,14 @@ class LeaderCore:
     # --- the record ------------------------------------------------------------------------------------
 
     def on_elected(self, event: io.Elected) -> None:
-        """Give every member the full grace period, and announce the record to all sessions."""
-        state, record = self.state, event.record
-        state.leading = True
-        state.store_id = event.store_id
-        state.record = record
-        state.unix_offset_s = event.unix_s - state.now
+        """Begin a term with all that the record knows, and announce it to all sessions."""
+        self.state.lead(event)
+        record = event.record
         if record is not None:
-            self.limits.overrides = record.overrides
+            self.limits.recall_overrides(record)
             self.limits.recall(record)
             self.evidence.recall(record)
             self.writer.recall(record)
-            state.liveness.proven_ends.update((x.process, x.why) for x in record.overrides.gone)
-        state.liveness.elected = state.now
-        state.epoch = EpochState(state.now)
-        if record is not None:
             self._announce(record, None)
 
     def on_written(self, event: io.RecordWritten) -> None:
@@ -263,7 +246,7 @@ class LeaderCore:
         if written is not None:
             self._adopt(written)
         elif (event.record.nonce if event.record else "") != (record.nonce if record else ""):
-            self.state.leading = False
+            self.state.step_down()
             self.outbox.emit(io.StepDown("another lighthouse has written the job's record"))
         elif record is not None:
             self.evidence.take_back(record)
@@ -273,25 +256,22 @@ class LeaderCore:
     def _adopt(self, record: Record) -> None:
         """Announce a record that the store has committed."""
         state, before = self.state, self.state.record
-        self.writer.settle()
+        self.writer.settle(record)
         after = (record.fence, record.complete, record.failed)
         if before is not None and after == (before.fence, before.complete, before.failed):
-            state.record = record  # no present member is affected by the change
+            state.amend(record)
             return
         is_new_generation = before is None or before.generation != record.generation
         if is_new_generation:
-            self.progress.highest_step = record.base.step
-            state.liveness.began = state.now
-            self.evictions.stragglers, self.rebuilds.ring_rebuilds = StragglerTracker(), RingRebuilds()
+            self.progress.begin_generation(record.base.step)
+            state.liveness.begin_generation(state.now)
+            self.evictions.begin_generation()
+            self.rebuilds.start_over()
         self.admission.back_off(record)
-        departed = state.departed(record)
-        self.writer.data_slots.update((x.replica, x.data_slot) for x in record.roster)
         self.endings.begin_epoch(record, is_new_generation)
-        state.record = record
+        state.begin_epoch(record)
         self.limits.recall(record)
-        state.liveness.keep(record.roster)
-        self.orders.forget_gone()
-        state.epoch = EpochState(state.now, departed=departed)
+        self.limits.forget_gone()
         self.joins.begin_epoch()
         self.outbox.forget_losses(record)
         kind = "complete" if record.complete else "epoch"
@@ -320,12 +300,12 @@ class LeaderCore:
         elif event.host_is_gone:
             member = self.state.record.member(event.replica) if self.state.record is not None else None
             assert member is not None  # the objection says so otherwise
-            self.orders.note_gone(member, f"its host is gone, says {event.who}: {event.why}")
+            self.limits.note_gone(member.process, f"its host is gone, says {event.who}: {event.why}")
         elif event.action == "drain":
-            self.orders.draining[event.replica] = f"drained by {event.who} ({event.why})"
+            self.orders.ask_to_drain(event.replica, f"drained by {event.who} ({event.why})")
         else:
-            self.state.epoch.not_counted_as_failure.add(event.replica)
-            self.evictions.schedule(event.replica, f"evicted by {event.who}: {event.why}")
+            why = f"evicted by {event.who}: {event.why}"
+            self.evictions.schedule(event.replica, why, Mark.EXCUSED)
 
     # --- sessions and trainer statuses -----------------------------------------------------------------
 
@@ -346,17 +326,14 @@ class LeaderCore:
         records = [x for x in (self.state.record, self.writer.writing) if x is not None]
         is_named = former is not None and any(x.lists(*former.process) for x in records)
         peer = live.opened(event, self.state.now, is_named)
-        self.state.autonomy_s = max(self.state.autonomy_s, session.autonomy_s)
-        self.orders.forget_gone()
+        self.state.note_session(peer)
+        self.limits.forget_gone()
         self.limits.hear(peer)
-        self.state.note_named(peer)
         self.admission.refuse_unlike(session)
         self.progress.note_step(peer)
         if former is None or former.incarnation != session.incarnation:
-            self.endings.finished.pop(session.replica, None)
-            self.orders.draining.pop(session.replica, None)
-            self.admission.waiting_outside.pop(session.replica, None)
-            self.joins.serving.pop(session.replica, None)
+            for part in (self.endings, self.orders, self.admission, self.joins):
+                part.forget(session.replica)
             self.evictions.stragglers.forget(session.replica)
             self.rebuilds.ring_rebuilds.forget(session.replica)
             self.outbox.record_event("session opened", session.replica, f"incarnation {session.incarnation}")
@@ -369,9 +346,10 @@ class LeaderCore:
         if record is None:
             return
         if session.finished and session.generation == record.generation:
-            self.endings.finished[session.replica] = session.step
+            self.endings.note_finished(session.replica, session.step)
         if announcement is not None:
             self.outbox.send(session.replica, announcement.for_session(session))
+            self.joins.take_over(session)
             self.joins.serve_again(session.replica)
             if record.complete:
                 self.outbox.send(session.replica, m.Complete(record.fence, record.base.step))
@@ -407,7 +385,7 @@ class LeaderCore:
         status, record = event.status, self.state.record
         member = record.member(status.replica) if record is not None else None
         before = self.state.liveness.hear(status, member, self.state.now)
-        self.orders.forget_gone()
+        self.limits.forget_gone()
         if member is not None and status.trainer == "gone":
             self.state.liveness.note_end(member)
         listed = member is not None and member.incarnation == status.incarnation
@@ -458,7 +436,7 @@ class LeaderCore:
         peer = self.state.liveness.peers.get(event.replica)
         if peer is None or peer.session.incarnation != event.incarnation or not peer.connected:
             return
-        peer.seen = self.state.now
+        peer.hear(self.state.now)
         handler = _FROM_MEMBER.get(type(event.message))
         if handler is not None:
             handler(self)(peer, event.message)
@@ -466,20 +444,17 @@ class LeaderCore:
     # --- messages --------------------------------------------------------------------------------------
 
     def on_beat(self, peer: Peer, beat: m.Heartbeat) -> None:
-        went_on = peer.beat is not None and beat.step > peer.beat.step
-        if went_on and self.state.in_force(peer):
-            self.progress.last_step_at = self.state.now
+        went_on = peer.beat is not None and beat.step > peer.beat.step and self.state.in_force(peer)
+        if went_on:
             self.rebuilds.note_step()
         if peer.beat is not None and beat.busy != peer.beat.busy:
             # The work that the member announced has ended, or other work with a time limit of its own begins.
             self.evictions.stragglers.came(peer.session.replica)
-        peer.beat = beat
+        peer.take(beat)
         self.state.note_named(peer)
         self.progress.record_empty_step(peer, beat)
         self.admission.note_return(peer, beat)
-        if beat.times is not None:
-            peer.times = beat.times
-        self.progress.note_step(peer)
+        self.progress.note_step(peer, went_on)
         self.bases.note_loaded(beat.generation)
         writing, record = self.writer.writing, self.state.record
         if writing is None or record is None or writing.generation == record.generation:
@@ -489,20 +464,16 @@ class LeaderCore:
         self.evictions.evict_stragglers(peer, beat)
 
     def on_running(self, peer: Peer, message: m.Running) -> None:
-        if self.state.is_current(message.fence):
-            self.state.epoch.running.setdefault(peer.session.replica, message.step)
+        if self.state.note_running(peer, message):
             self.bases.note_loaded(message.fence.generation)
 
     def on_cannot_continue(self, peer: Peer, message: m.CannotContinue) -> None:
-        record, epoch, name = self.state.record, self.state.epoch, peer.session.replica
+        record, name = self.state.record, peer.session.replica
         if record is None or not self.state.in_force(peer) or not self.state.is_recent(message.fence):
             return
         self.bases.note_cannot_load(message, record)
-        epoch.cannot_continue.add(name)
-        if self.state.is_blocking_join(name):
-            epoch.slow_joiners.add(name)
-        epoch.not_counted_as_failure.add(name)
-        self.evictions.schedule(name, f"it cannot go on: {message.why}")
+        marks = [Mark.USELESS, Mark.EXCUSED, *([Mark.SLOW] if self.state.is_blocking_join(name) else [])]
+        self.evictions.schedule(name, f"it cannot go on: {message.why}", *marks)
 
 
 # Kind of answer that every member of an epoch gives -> the members that have given this answer.
@@ -539,7 +510,6 @@ _FROM_MEMBER: dict[type, Callable[[LeaderCore], Callable[[Peer, Any], None]]] = 
     m.RequestRoster: lambda leader: leader.writer.on_request_roster,
     m.RequestState: lambda leader: leader.joins.on_request_state,
     m.SnapshotTaken: lambda leader: leader.joins.on_taken,
-    m.SnapshotMissed: lambda leader: leader.joins.on_missed,
     m.Finished: lambda leader: leader.endings.on_finished,
     m.CannotContinue: lambda leader: leader.on_cannot_continue,
     m.LoopFailed: lambda leader: leader.endings.on_failed,

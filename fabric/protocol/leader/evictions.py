@@ -9,7 +9,7 @@ from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.starts import Starts
-from fabric.protocol.leader.state import JobState, LeaderOutbox
+from fabric.protocol.leader.state import JobState, LeaderOutbox, Mark
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.link_graph import missing_links, reachable_set
 from fabric.protocol.rules.wait_graph import (
@@ -34,24 +34,26 @@ class Evictions:
     endings: Endings
     stragglers: StragglerTracker = field(default_factory=StragglerTracker)
 
-    def schedule(self, replica: str, reason: str) -> None:
+    def begin_generation(self) -> None:
+        self.stragglers = StragglerTracker()
+
+    def schedule(self, replica: str, reason: str, *marks: Mark) -> None:
         """Leave this member out of the next epoch."""
         epoch = self.state.epoch
+        epoch.mark(replica, marks)
         if replica in epoch.pending_evictions or not self.state.lists(replica):
             return
-        if not epoch.pending_evictions:
-            epoch.evictions_since = self.state.now
-        epoch.pending_evictions[replica] = reason
+        epoch.leave_out(replica, reason, self.state.now)
         self.outbox.record_event("evicting", replica, reason, self.state.next_incident_id())
 
     def cancel(self, record: Record) -> None:
         """Cancel the eviction of each member heard again with a good state, because none could replace it."""
         epoch = self.state.epoch
         for member in record.roster:
-            if member.replica not in epoch.pending_evictions or member.replica in epoch.cannot_continue:
+            if member.replica not in epoch.pending_evictions or epoch.has(member.replica, Mark.USELESS):
                 continue
             if not self.state.liveness.failure_reason(member, self.state.now):
-                del epoch.pending_evictions[member.replica]
+                epoch.keep(member.replica)
                 why = "it goes on, because no other member could take over"
                 self.outbox.record_event("heard again", member.replica, why)
 
@@ -117,7 +119,7 @@ class Evictions:
             if waited_s >= self.state.patience_s(late) and self.state.is_spared_by(other):
                 busy = late.beat.busy if late.beat is not None else ""
                 doing = f"busy with {busy}" if busy else "in user code"
-                self.admission.evicted_in_user_code[late.process] = late.step
+                self.admission.keep_out_of_rounds(late)
                 self.schedule(other, f"it was {doing} while the others waited for {waited_s:.0f} s")
 
     def evict_slow_joiners(self, record: Record) -> None:
@@ -125,8 +127,8 @@ class Evictions:
         for name in self.state.blocking_joiners(record):
             limit_s = self.state.join_stall_s(name)
             if self.state.now - self.state.epoch.decided_at >= limit_s:
-                self.state.epoch.slow_joiners.add(name)
-                self.schedule(name, f"the others waited {limit_s:g} s for its state, which did not arrive")
+                why = f"the others waited {limit_s:g} s for its state, which did not arrive"
+                self.schedule(name, why, Mark.SLOW)
 
 
 # A process from which neither source was heard for this many seconds may be dead. Before the leader acts on a
@@ -160,21 +162,16 @@ class RingRebuilder:
             self.evictions.stragglers.came(name)
         if not self.state.is_recent(message.fence):
             return
-        epoch, now = self.state.epoch, self.state.now
-        earlier = epoch.unreachable.get(name, ())
-        if set(message.unreachable) - set(earlier):
-            epoch.complained_at = epoch.complained_at if epoch.unreachable else now
-            epoch.unreachable[name] = tuple(dict.fromkeys((*earlier, *message.unreachable)))
-        if name in epoch.aborted:
-            return
-        epoch.aborted_at = epoch.aborted_at if epoch.aborted else now
-        epoch.aborted[name] = message
-        self.outbox.record_event("aborted", name, message.why, self.state.next_incident_id())
+        if self.state.epoch.on_aborted(name, message, self.state.now):
+            self.outbox.record_event("aborted", name, message.why, self.state.next_incident_id())
+
+    def start_over(self) -> None:
+        self.ring_rebuilds = RingRebuilds()
 
     def note_step(self) -> None:
         """Note that a member has committed a further step, so the newest ring works."""
         if self.ring_rebuilds.tries:
-            self.ring_rebuilds = RingRebuilds()
+            self.start_over()
 
     def rebuild(self, record: Record) -> bool:
         """Answer every abort with a new epoch.
@@ -201,7 +198,7 @@ class RingRebuilder:
         worst, why = self.worst(record)
         if worst and self.state.is_spared_by(worst):
             self.evictions.schedule(worst, why)
-            self.ring_rebuilds = RingRebuilds()
+            self.start_over()
             return True
         why = "; ".join(f"{name}: {a.why}" for name, a in sorted(epoch.aborted.items()))
         by_name = {x.replica: x for x in record.roster}
@@ -227,7 +224,7 @@ class RingRebuilder:
         live = self.state.liveness
         heard = [max(live.heard_at(x), live.elected) for x in record.roster if x.replica in cut]
         if any(self.state.now - at > QUIET_S for at in heard):
-            self.state.epoch.complained_at = self.state.now
+            self.state.epoch.wait_for_verdict(self.state.now)
             return True
         lost_bytes = self._lost_bytes()
         act = f"exchange messages of {lost_bytes} bytes" if lost_bytes else "reach each other"
@@ -244,10 +241,8 @@ class RingRebuilder:
 
     def _leave_out(self, member: Member, why: str) -> None:
         """Leave out a member that did not fail. It comes back when its links have worked for a while."""
-        self.state.epoch.not_counted_as_failure.add(member.replica)
-        self.state.epoch.cut_off.add(member.replica)
-        self.evictions.schedule(member.replica, why)
-        self.ring_rebuilds = RingRebuilds()
+        self.evictions.schedule(member.replica, why, Mark.EXCUSED, Mark.CUT_OFF)
+        self.start_over()
 
     def _leave_out_newcomers(self, record: Record) -> bool:
         """Leave out newcomers that a member could not link to and that have entered no round."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, counted, shortened
 from fabric.protocol.leader.liveness import LastStatus, Peer, as_member
-from fabric.protocol.leader.state import JobState
+from fabric.protocol.leader.state import JobState, Mark
 from fabric.protocol.rules import poison
 
 # The failures of hosts, remembered for days. Pure.
@@ -100,7 +100,7 @@ class FailureEvidence:
                 shortened(why, MAX_WHY_CHARACTERS),
             )
             for name, why in sorted(self.state.epoch.pending_evictions.items())
-            if name not in self.state.epoch.not_counted_as_failure and (member := record.member(name))
+            if not self.state.epoch.has(name, Mark.EXCUSED) and (member := record.member(name))
         ]
         self._add(*new)
         # Members on one host that fail in the same epoch count as one failure of that host.
@@ -209,12 +209,12 @@ class FailureEvidence:
         if not self.state.config.failures or not self.hosts or not self._has_other_host(host):
             return None
         histories = (x for x in self.hosts if x.host == host)
-        return next((x for x in histories if self.host_score(x, now) >= SUSPECT), None)
+        return next((x for x in histories if score(x, now, self.state.config.half_life_s) >= SUSPECT), None)
 
     def suspect_hosts(self) -> set[str]:
         """The hosts that failed so often that another one is taken first."""
         now = self.state.unix_now
-        suspects = {x.host for x in self.hosts if self.host_score(x, now) >= SUSPECT}
+        suspects = {x.host for x in self.hosts if score(x, now, self.state.config.half_life_s) >= SUSPECT}
         return suspects.union(x.about for x in self.penalties() if x.kind == "host")
 
     def hosts_that_failed(self) -> list[dict[str, Any]]:
@@ -232,13 +232,9 @@ class FailureEvidence:
             | {"failed": failed[x.host]}
             | {"suspect": value >= SUSPECT and self._has_other_host(x.host)}
             for x in self.hosts
-            if (value := self.host_score(x, now)) >= FORGOTTEN
+            if (value := score(x, now, self.state.config.half_life_s)) >= FORGOTTEN
         ]
         return sorted(rows, key=lambda x: (-x["score"], x["host"]))
-
-    def host_score(self, host: HostHistory, unix_s: float) -> float:
-        """The weight of this host's failures at that time."""
-        return score(host, unix_s, self.state.config.half_life_s)
 
     def stands_by(self, peer: Peer) -> bool:
         """Whether this peer joins only while members are missing: it is a spare, or its host is suspect."""

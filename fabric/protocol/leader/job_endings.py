@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from fabric.model import JobEnd, Record
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.record_writer import MAX_REASON_CHARACTERS, RecordWriter
-from fabric.protocol.leader.state import JobState, LeaderOutbox, Progress
+from fabric.protocol.leader.record_writer import RecordWriter
+from fabric.protocol.leader.state import MAX_REASON_CHARACTERS, JobState, LeaderOutbox, Progress
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules import poison
@@ -40,6 +40,15 @@ class Endings:
             self.finished[peer.session.replica] = message.step
             if message.why:
                 self.outbox.record_event("finished", peer.session.replica, message.why)
+
+    def note_finished(self, replica: str, step: int) -> None:
+        self.finished[replica] = step
+
+    def forget(self, replica: str) -> None:
+        self.finished.pop(replica, None)
+
+    def give_up(self, why: str) -> None:
+        self.failure = why
 
     def note_ended(self, replica: str, ended: JobEnd | None) -> None:
         """Note that a member finished while this leader could not hear it.
@@ -98,9 +107,7 @@ class Endings:
             not x.joining or x.replica in self.state.epoch.running for x in missing
         ):
             return False
-        if self.state.epoch.ended_at is None:
-            self.state.epoch.ended_at = self.state.now
-        waited_s = self.state.now - self.state.epoch.ended_at
+        waited_s = self.state.epoch.finished_for_s(self.state.now)
         if any(waited_s < self.state.join_stall_s(x.replica) for x in missing):
             return False
         self.writer.write_complete(record, max(self.finished[x.replica] for x in left if x not in missing))

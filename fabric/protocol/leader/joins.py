@@ -67,14 +67,21 @@ class Joins:
         elif serving.tries > 1:
             serving.blocking_reason = f"its catch-up failed twice: {message.why}"
 
+    def forget(self, replica: str) -> None:
+        """Forget the process before of this replica, but for the promises to it, which must end."""
+        if replica in self.serving:
+            self.serving[replica] = Serving(has_sources=True)
+
+    def take_over(self, session: m.OpenSession) -> None:
+        """Take over, to end them, the promises to newcomers for which an earlier leader asked this member."""
+        for joiner in session.serves:
+            self.serving.setdefault(joiner, Serving(has_sources=True))
+
     def on_taken(self, peer: Peer, message: m.SnapshotTaken) -> None:
         serving = self.serving.get(message.joiner)
-        if serving is not None and serving.step == message.step:
+        if serving is not None and serving.step == message.step and message.digest:
             serving.taken[peer.session.replica] = message.digest
-
-    def on_missed(self, peer: Peer, message: m.SnapshotMissed) -> None:
-        serving = self.serving.get(message.joiner)
-        if serving is not None and serving.step == message.step:
+        elif serving is not None and serving.step == message.step:
             serving.missed.add(peer.session.replica)
 
     def serve(self, record: Record) -> None:
@@ -85,6 +92,8 @@ class Joins:
             peer, member = self.state.liveness.peers.get(joiner), record.member(joiner)
             inside = peer is not None and member is not None and peer.incarnation == member.incarnation
             caught_up = inside and member is not None and self.state.knows(member)
+            if peer is None and self.state.now < self.state.liveness.grace_until:
+                continue  # it may still come to this leader
             if peer is None or not peer.connected or caught_up:
                 del self.serving[joiner]
                 if self.state.record is not None:

@@ -315,6 +315,12 @@ class Peer:
     def close(self, now: float) -> None:
         self.connected, self.closed = False, now
 
+    def hear(self, now: float) -> None:
+        self.seen = now
+
+    def take(self, beat: Heartbeat) -> None:
+        self.beat, self.times = beat, beat.times or self.times
+
     @property
     def incarnation(self) -> int:
         return self.session.incarnation
@@ -371,6 +377,16 @@ class Liveness:
         self.peers[session.replica] = peer = Peer(session, True, now, opened=now, policy=event.policy)
         self.proven_ends.pop(peer.process, None)  # a person may have called a host gone that returns
         return peer
+
+    def begin_term(self, now: float) -> None:
+        """Let absence count from now on: this leader begins, or was stopped itself."""
+        self.elected = now
+
+    def begin_generation(self, now: float) -> None:
+        self.began = now
+
+    def note_proof(self, process: ReplicaProcess, why: str) -> None:
+        self.proven_ends[process] = why
 
     def keep(self, roster: Sequence[Member]) -> None:
         """Forget processes that ended or were replaced, unless this roster names them."""

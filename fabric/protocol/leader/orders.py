@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from fabric.model import GoneHost, Member, Record, counted, first_of
+from fabric.model import Member, Record, counted, first_of
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.record_writer import MAX_REASON_CHARACTERS, RecordWriter
+from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
@@ -46,6 +46,12 @@ class OperatorOrders:
     writer: RecordWriter
     draining: dict[str, str] = field(default_factory=dict)  # replica -> who drains it, and why
     noticed: NoticedRoster = NoticedRoster()  # a cache, because every member with notice asks
+
+    def ask_to_drain(self, replica: str, why: str) -> None:
+        self.draining[replica] = why
+
+    def forget(self, replica: str) -> None:
+        self.draining.pop(replica, None)
 
     def rescale(self, record: Record) -> bool:
         """Write a forced epoch with the new minimum of members, if that minimum parks or wakes them."""
@@ -151,7 +157,7 @@ class OperatorOrders:
         left = tuple(x for x in record.roster if not x.leaving)
         returning = {x.process for x in names if x.returns}
         if leaving and not returning and any(self.state.knows(x) for x in left):
-            self.writer.write_epoch(record, left, False, f"{_names(leaving)} leaves")
+            self.writer.write_epoch(record, left, False, f"{', '.join(x.replica for x in leaving)} leaves")
             return True
         if not names or all(x.replica in self.draining for x in record.roster):
             return False
@@ -160,7 +166,7 @@ class OperatorOrders:
         # A drain takes away the order to come back in another layout.
         layouts = tuple(x for x in record.adaptation.layouts if x.process not in returning)
         adaptation = replace(record.adaptation, layouts=layouts)
-        why = f"{_names(names)} is being drained: {whys}"
+        why = f"{', '.join(x.replica for x in names)} is being drained: {whys}"
         self.writer.write_epoch(record, roster, False, why, adaptation=adaptation)
         return True
 
@@ -197,21 +203,6 @@ class OperatorOrders:
         if silent_s < GONE_AFTER_S:
             return f"its host was heard {silent_s:.1f} s ago; give the command again in {GONE_AFTER_S:g} s"
         return ""
-
-    def note_gone(self, member: Member, why: str) -> None:
-        """Note in the record, for every later leader, that the host of this member is gone."""
-        self.state.liveness.proven_ends[member.process] = why
-        overrides = self.limits.overrides
-        others = tuple(x for x in overrides.gone if x.process != member.process)
-        gone = (*others, GoneHost(*member.process, why[:MAX_REASON_CHARACTERS]))
-        self.limits.overrides = replace(overrides, gone=gone)
-
-    def forget_gone(self) -> None:
-        """Drop the word about each process that was heard again, or that the record names no more."""
-        overrides, ends = self.limits.overrides, self.state.liveness.proven_ends
-        if any(x.process not in ends for x in overrides.gone):
-            gone = tuple(x for x in overrides.gone if x.process in ends)
-            self.limits.overrides = replace(overrides, gone=gone)
 
     def _objection_to_end(self, record: Record) -> str:
         """Why the job cannot be ended now: a process of it lives, or may live where no lighthouse sees it."""
@@ -272,7 +263,3 @@ class OperatorOrders:
         else:
             why = "" if self.state.is_spared_by(asked.replica) else "no other member knows the job's state"
         return f"{asked.replica} is not {asked.action}ed: {why}" if why else ""
-
-
-def _names(members: Iterable[Member]) -> str:
-    return ", ".join(x.replica for x in members)

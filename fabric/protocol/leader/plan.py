@@ -1,6 +1,5 @@
-"""The plan of a leader: a table of rules in order, and the time of the next pass over it."""
+"""The plan of a leader: a table of rules in order."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -75,12 +74,3 @@ def make_plan(leader: "LeaderCore") -> None:
         leader.starts.start(None)
     elif not record.complete:
         first_move(PLAN_RULES, leader, record)
-
-
-@dataclass(slots=True)
-class PlanTimer:
-    """When the leader plans, and when it asked to be called."""
-
-    plan_at: float = math.inf  # the latest time to plan for the events since the last plan
-    deadline: float | None = None  # the time for which the last plan asked for the next plan
-    due: float = math.inf  # the time for which the leader asked for a tick

@@ -6,14 +6,12 @@ from dataclasses import dataclass, field, replace
 from fabric.model import Adaptation, Member, Record, incident_id_of
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer
-from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
+from fabric.protocol.leader.state import MAX_REASON_CHARACTERS, JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
 from fabric.protocol.rules.assignment import asked_share, for_roster, lost_parts, seated, with_shares
 
-# The longest reason in a record: the reasons of many members would make the record large.
-MAX_REASON_CHARACTERS = 1000
 # The record remembers the replicas on this many data slots, the lowest ones.
 MAX_SEATS = 4096
 
@@ -23,7 +21,7 @@ class RosterAnnouncement:
 
     def __init__(self, record: Record, before: Record | None) -> None:
         self.record = record
-        self.whole = m.Epoch(record, changes=True)
+        self.whole = m.Epoch(record)
         self._again = roster_delta.change(record, record)
         self.change = self.whole if before is None else roster_delta.change(before, record)
 
@@ -59,9 +57,10 @@ class RecordWriter:
             self.unsettled.add(event.nonce)
         return True
 
-    def settle(self) -> None:
-        """Note that the store has a record of this leader: no earlier write can land any more."""
+    def settle(self, record: Record) -> None:
+        """Note that the store has this record: no earlier write can land any more."""
         self.writing = None
+        self.data_slots.update((x.replica, x.data_slot) for x in record.roster)
         self.unsettled.clear()
 
     def resolve(self, record: Record | None) -> Record | None:
@@ -151,7 +150,7 @@ class RecordWriter:
         return f"{self.entropy.getrandbits(64):016x}"
 
     def announce(self, record: Record, before: Record | None) -> None:
-        """Announce ``record`` to every session: as a delta from ``before``, or to older versions whole."""
+        """Announce ``record`` to every session, as a delta from ``before``."""
         announced = before
         if self.announcement is not None and before is not None:
             announced = self.announcement.record  # the same roster, with its digest cached
@@ -159,10 +158,8 @@ class RecordWriter:
         if record.failed:
             return  # for a failed job the leader announces no epoch, but rejects the sessions
         complete = m.Complete(record.fence, record.base.step)
-        for replica, peer in self.state.liveness.peers.items():
-            self.outbox.send(
-                replica, self.announcement.change if peer.session.roster else self.announcement.whole
-            )
+        for replica in self.state.liveness.peers:
+            self.outbox.send(replica, self.announcement.change)
             if record.complete:
                 self.outbox.send(replica, complete)
 

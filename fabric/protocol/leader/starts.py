@@ -8,7 +8,7 @@ from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.state import JobState, Progress, RosterLimits
+from fabric.protocol.leader.state import JobState, Mark, Progress, RosterLimits
 from fabric.protocol.rules.assignment import seated
 
 # Before a cold start the leader waits this many seconds for the replicas that are still missing.
@@ -27,6 +27,7 @@ class Starts:
     progress: Progress
     endings: Endings
     waiting_since: float | None = None
+    steps_lost: int | None = None  # number of steps that the newest cold start lost; None: not known
 
     def start_again(self, record: Record) -> bool:
         """Start again once each member that knows the state is proven dead or out of contact for long enough.
@@ -39,7 +40,7 @@ class Starts:
             return True
         limit = self.state.out_of_sight_s
         for member in record.roster:
-            if not self.state.knows(member) or member.replica in self.state.epoch.cannot_continue:
+            if not self.state.knows(member) or self.state.epoch.has(member.replica, Mark.USELESS):
                 continue
             away = self.state.liveness.out_of_contact(member, self.state.now, limit)
             if not away and not self.state.liveness.proven_dead(member):
@@ -88,7 +89,7 @@ class Starts:
         return any(
             (p.session.store_id, p.session.known_generation, p.session.epoch)
             == (record.store_id, record.generation, record.epoch)
-            and p.session.roster not in ("", "none", record.roster_digest)
+            and p.session.roster not in ("", record.roster_digest)
             for p in (peers.values() if not self.state.is_large else ())
             if p.connected and (p.beat is None or p.beat.epoch == record.epoch)
         )
@@ -108,7 +109,7 @@ class Starts:
         peers = regular[: self.limits.most] + spares[: max(0, self.limits.full - len(regular))]
         base, passed = self.bases.choose(peers, self.progress.highest_step is not None)
         if base is None:
-            self.endings.failure = (
+            self.endings.give_up(
                 f"no state is left that could be loaded: {passed}; mend the storage, or name another "
                 "FABRIC_DURABLE to begin from nothing"
             )
@@ -119,7 +120,7 @@ class Starts:
             generation, _ = self.state.named_by_sessions
             newest = (max(record.generation, generation), self.state.next_epoch(record) - 1)
         highest = self.progress.highest_step
-        self.bases.steps_lost = None if highest is None else max(0, highest - base.step)
+        self.steps_lost = None if highest is None else max(0, highest - base.step)
         epoch = newest[1] + 1
         sharing = peers[0].session.sharing
         starting = [replace(as_member(p.session), since=epoch) for p in peers]
@@ -217,7 +218,7 @@ class Starts:
         """Why a generation begins from ``base``; ``before``: the newest generation until now, 0: none."""
         if record is None and not before:
             return "first start"
-        steps = self.bases.steps_lost
+        steps = self.steps_lost
         lost = f", {counted(steps, 'step')} lost with the memory that held them" if steps else ""
         if record is not None and steps is None:
             lost = (
@@ -237,7 +238,7 @@ class Starts:
         peers = [p for p in self.state.liveness.peers.values() if p.connected]
         generation = max((p.generation for p in peers), default=0)
         if generation:
-            self.progress.highest_step = max(p.step for p in peers if p.generation == generation)
+            self.progress.begin_generation(max(p.step for p in peers if p.generation == generation))
         # After a second loss of the store, the members' states may belong to no generation.
         generation = max([generation, *(p.session.known_generation for p in peers)])
         return generation, max((p.newest_epoch for p in peers), default=0)

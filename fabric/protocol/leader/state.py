@@ -1,12 +1,13 @@
 """The facts that a leader has about one job: its record, its processes, the answers in this epoch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 from fabric.model import (
     Death,
     Fence,
+    GoneHost,
     Member,
     OperatorOverrides,
     Policy,
@@ -19,6 +20,8 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.assignment import waits_for_data
 
+# The longest reason in a record: the reasons of many members would make the record large.
+MAX_REASON_CHARACTERS = 1000
 # In a job of at least this many replicas the leader plans once for many frequent events.
 MANY = 256
 
@@ -44,6 +47,15 @@ class LeaderConfig:
     trial_s: float = 3600.0
 
 
+class Mark(Enum):
+    """A fact about a member that an epoch leaves out."""
+
+    EXCUSED = "an operator, a link or a state is the reason: it did not fail"
+    CUT_OFF = "a link is missing"
+    SLOW = "the others waited too long for its state in a blocking join"
+    USELESS = "its state is of no use, or wrong"
+
+
 @dataclass(slots=True)
 class EpochState:
     """The answers in the epoch in force. Each new record begins an empty ``EpochState`` at ``since``."""
@@ -59,16 +71,68 @@ class EpochState:
     aborted_at: float = 0.0
     unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)  # replica -> the members it misses
     complained_at: float = 0.0  # when the first complaint came, or the leader last waited for more
-    cut_off: set[str] = field(default_factory=set)  # members left out for a missing link
-    pending_evictions: dict[str, str] = field(default_factory=dict)
+    pending_evictions: dict[str, str] = field(default_factory=dict)  # replica -> why it is left out
+    marks: dict[str, set[Mark]] = field(default_factory=dict)  # by replica that is left out
     decided_at: float = 0.0
-    not_counted_as_failure: set[str] = field(default_factory=set)  # evicted for an operator, link or state
-    slow_joiners: set[str] = field(default_factory=set)  # members whose blocking joins took too long
-    cannot_continue: set[str] = field(default_factory=set)  # members whose state is of no use, or wrong
     evictions_since: float = 0.0
     # Processes that an epoch since the last forced epoch listed, and that the present record does not list.
     departed: frozenset[ReplicaProcess] = frozenset()
     ended_at: float | None = None  # when all members but newcomers without a round had finished
+
+    def on_report(self, replica: str, report: m.Report) -> m.Resume | None:
+        """Take the first report of a member; return the decision for it, if there is one."""
+        self.reports.setdefault(replica, report)
+        return self.row(replica) if self.decision is not None else None
+
+    def on_aborted(self, replica: str, message: m.Aborted, now: float) -> bool:
+        """Take an abort, and the links that it misses; return whether it is the member's first."""
+        earlier = self.unreachable.get(replica, ())
+        if set(message.unreachable) - set(earlier):
+            self.complained_at = self.complained_at if self.unreachable else now
+            self.unreachable[replica] = tuple(dict.fromkeys((*earlier, *message.unreachable)))
+        if replica in self.aborted:
+            return False
+        self.aborted_at = self.aborted_at if self.aborted else now
+        self.aborted[replica] = message
+        return True
+
+    def decide(self, decision: m.Resume, now: float) -> None:
+        self.decision, self.decided_at = decision, now
+        rows = (a for a in decision.table if a.drop or a.micro_batches)
+        self.rows = {a.replica: replace(decision, table=(a,)) for a in rows}
+        self.no_row = replace(decision, table=())
+
+    def row(self, replica: str) -> m.Resume:
+        """The decision with this member's row of the table; all members without a row get the same object."""
+        assert self.no_row is not None
+        return self.rows.get(replica, self.no_row)
+
+    def stop(self, reason: str) -> None:
+        self.stopped = reason
+
+    def leave_out(self, replica: str, reason: str, now: float) -> None:
+        if not self.pending_evictions:
+            self.evictions_since = now
+        self.pending_evictions[replica] = reason
+
+    def keep(self, replica: str) -> None:
+        del self.pending_evictions[replica]
+
+    def mark(self, replica: str, marks: Iterable[Mark]) -> None:
+        self.marks.setdefault(replica, set()).update(marks)
+
+    def has(self, replica: str, mark: Mark) -> bool:
+        return mark in self.marks.get(replica, ())
+
+    def wait_for_verdict(self, now: float) -> None:
+        """Wait again for complaints, because a silent member may be dead."""
+        self.complained_at = now
+
+    def finished_for_s(self, now: float) -> float:
+        """For how long all members have finished, but for newcomers without a round."""
+        if self.ended_at is None:
+            self.ended_at = now
+        return now - self.ended_at
 
 
 class JobState:
@@ -91,6 +155,46 @@ class JobState:
     def unix_now(self) -> float:
         """The time of day, in Unix seconds."""
         return self.now + self.unix_offset_s
+
+    def advance(self, now: float) -> None:
+        self.now = now
+
+    def lead(self, event: io.Elected) -> None:
+        """Begin a term. Every member gets the full grace period."""
+        self.leading, self.store_id, self.record = True, event.store_id, event.record
+        self.unix_offset_s = event.unix_s - self.now
+        self.liveness.begin_term(self.now)
+        self.epoch = EpochState(self.now)
+
+    def step_down(self) -> None:
+        self.leading = False
+
+    def amend(self, record: Record) -> None:
+        self.record = record
+
+    def begin_epoch(self, record: Record) -> None:
+        """Hold a record that the store has committed. A planned epoch's leaving members may still abort."""
+        departed = frozenset[ReplicaProcess]()
+        if not record.is_forced and self.record is not None:
+            listed = (x.process for x in self.record.roster)
+            departed = self.epoch.departed.union(x for x in listed if not record.lists(*x))
+        self.record, self.epoch = record, EpochState(self.now, departed=departed)
+        self.liveness.keep(record.roster)
+
+    def take_policy(self, policy: Policy) -> None:
+        start_wait_s = self.config.policy.start_wait_s
+        self.config = replace(self.config, policy=replace(policy, start_wait_s=start_wait_s))
+
+    def note_running(self, peer: Peer, message: m.Running) -> bool:
+        """Note that a member has entered a round; return whether it is one of the epoch in force."""
+        if not self.is_current(message.fence):
+            return False
+        self.epoch.running.setdefault(peer.session.replica, message.step)
+        return True
+
+    def note_session(self, peer: Peer) -> None:
+        self.autonomy_s = max(self.autonomy_s, peer.session.autonomy_s)
+        self.note_named(peer)
 
     def top_step(self) -> int:
         """The highest step of any member; else the base's step; for a complete job its last step.
@@ -259,13 +363,6 @@ class JobState:
             return []
         return [x.replica for x in record.roster if x.blocking_join and x.replica not in self.epoch.running]
 
-    def departed(self, record: Record) -> frozenset[ReplicaProcess]:
-        """Processes that planned epochs left out; they may still be in a round of an earlier epoch."""
-        if record.is_forced or self.record is None:
-            return frozenset()
-        listed = (x.process for x in self.record.roster)
-        return self.epoch.departed.union(x for x in listed if not record.lists(*x))
-
 
 class Standing(IntEnum):
     """How much a process counts in what a job's replicas must have in common; more than those below."""
@@ -291,6 +388,26 @@ class RosterLimits:
     state: JobState
     overrides: OperatorOverrides = field(default_factory=OperatorOverrides)  # in the next record
     source: Standing = Standing.NOBODY  # who said the policy in force
+
+    def recall_overrides(self, record: Record) -> None:
+        """Take over the orders that earlier leaders heard, and the ends that operators have named."""
+        self.overrides = record.overrides
+        for gone in record.overrides.gone:
+            self.state.liveness.note_proof(gone.process, gone.why)
+
+    def note_gone(self, process: ReplicaProcess, why: str) -> None:
+        """Note in the record, for every later leader, that the host of this process is gone."""
+        self.state.liveness.note_proof(process, why)
+        gone = [x for x in self.overrides.gone if x.process != process]
+        gone.append(GoneHost(*process, why[:MAX_REASON_CHARACTERS]))
+        self.overrides = replace(self.overrides, gone=tuple(gone))
+
+    def forget_gone(self) -> None:
+        """Drop the word about each process that was heard again, or that the record names no more."""
+        ends = self.state.liveness.proven_ends
+        if any(x.process not in ends for x in self.overrides.gone):
+            gone = tuple(x for x in self.overrides.gone if x.process in ends)
+            self.overrides = replace(self.overrides, gone=gone)
 
     def recall(self, record: Record) -> None:
         """Take the policy of the record, on which the job's replicas have agreed."""
@@ -318,8 +435,7 @@ class RosterLimits:
             self._take(peer.policy, standing(peer.process, record))
 
     def _take(self, policy: Policy, source: Standing) -> None:
-        start_wait_s = self.state.config.policy.start_wait_s
-        self.state.config = replace(self.state.config, policy=replace(policy, start_wait_s=start_wait_s))
+        self.state.take_policy(policy)
         self.source = source
 
     @property
@@ -360,7 +476,11 @@ class RosterLimits:
         elif event.action == "resume":
             orders = replace(orders, paused="")
         elif event.action == "scale":
-            orders = self._scaled(event, by)
+            least = orders.min_replicas if event.min_replicas is None else event.min_replicas
+            most = orders.max_replicas if event.max_replicas is None else event.max_replicas
+            if (least, most) != (orders.min_replicas, orders.max_replicas):
+                scaled = by if least or most else ""
+                orders = replace(orders, min_replicas=least, max_replicas=most, scaled=scaled)
         elif event.action == "adapt":
             orders = replace(orders, adapt=event.mode)
         elif event.action == "veto":
@@ -368,14 +488,6 @@ class RosterLimits:
         elif event.action == "allow":
             orders = replace(orders, vetoed=tuple(x for x in orders.vetoed if x != event.replica))
         self.overrides = orders
-
-    def _scaled(self, event: io.Operator, by: str) -> OperatorOverrides:
-        old = self.overrides
-        least = old.min_replicas if event.min_replicas is None else event.min_replicas
-        most = old.max_replicas if event.max_replicas is None else event.max_replicas
-        if (least, most) == (old.min_replicas, old.max_replicas):
-            return old
-        return replace(old, min_replicas=least, max_replicas=most, scaled=by if least or most else "")
 
 
 @dataclass(slots=True, eq=False)
@@ -385,6 +497,9 @@ class LeaderOutbox:
     state: JobState
     effects: list[io.Effect] = field(default_factory=list)
     loss_incidents: dict[str, str] = field(default_factory=dict)  # by evicted replica, until it is back
+
+    def begin(self) -> None:
+        self.effects = []
 
     def emit(self, effect: io.Effect) -> None:
         self.effects.append(effect)
@@ -399,6 +514,9 @@ class LeaderOutbox:
         incident_id = incident_id or self.loss_incidents.get(about, "")
         epoch = self.state.record.epoch if self.state.record else 0
         self.emit(io.RecordEvent(kind, epoch, about, why, incident_id))
+
+    def note_loss(self, replica: str, incident_id: str) -> None:
+        self.loss_incidents[replica] = incident_id
 
     def forget_losses(self, record: Record) -> None:
         """Forget the loss of each replica that takes part again: later events do not belong to that loss."""
@@ -422,7 +540,12 @@ class Progress:
     empty: tuple[int, int] = (0, -1)  # generation and number of the newest step without data in an event
     empty_due: float = 0.0  # the time from which another event about a step without data may follow
 
-    def note_step(self, peer: Peer) -> None:
+    def begin_generation(self, step: int) -> None:
+        self.highest_step = step
+
+    def note_step(self, peer: Peer, went_on: bool = False) -> None:
+        """Note the step of a process; ``went_on``: a heartbeat shows that this member has committed it."""
+        self.last_step_at = self.state.now if went_on else self.last_step_at
         is_higher = self.highest_step is None or peer.step > self.highest_step
         if is_higher and self.state.in_force(peer) and self.state.is_of_generation(peer):
             self.highest_step = peer.step

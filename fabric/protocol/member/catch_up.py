@@ -16,7 +16,6 @@ from fabric.protocol.member.state import (
     Fetch,
     KnownEpochs,
     MemberMemory,
-    MemberState,
     Mode,
 )
 from fabric.protocol.messages import member_events as io
@@ -39,17 +38,19 @@ class CatchUp:
         fence = message.fence
         if newest is None or (fence.store_id, fence.generation) != (newest.store_id, newest.generation):
             return
-        if self._epochs.is_awaiting() or (message.again and self._epochs.mode is Mode.OUTSIDE):
-            self._start_from(message)
-            return
-        if self.fetch.doing != "asked":
-            return
-        if self._epochs.mode not in (Mode.OUTSIDE, Mode.JOINED):
-            return
         own, theirs = self._memory.state, message.state
+        if self._epochs.is_awaiting() or (message.again and self._epochs.mode is Mode.OUTSIDE):
+            # Load this state in place of mine, unless I hold it or fetch it already.
+            there = own.generation == newest.generation and own.step >= theirs.step
+            if not there and theirs not in (self.fetch.wanted, self.fetch.state):
+                self._memory.distrust()
+                self.want(theirs, message.urls)
+            return
+        if self.fetch.doing != "asked" or self._epochs.mode not in (Mode.OUTSIDE, Mode.JOINED):
+            return
         if own.digest and (own.step, own.digest) == (theirs.step, theirs.digest):
             # This member's state equals the other members' state, although it is of another generation.
-            self._memory.state = MemberState(newest.generation, own.step, own.digest)
+            self._memory.adopt(newest.generation)
         # Another state at my step proves mine wrong: I may have been evicted for it without hearing why.
         is_wrong = own.step == theirs.step and own.digest not in ("", theirs.digest)
         if self._memory.state.generation != newest.generation or theirs.step > own.step or is_wrong:
@@ -57,19 +58,6 @@ class CatchUp:
             self.want(theirs, message.urls)
         else:
             self.fetch = Fetch(urls=message.urls)
-
-    def _start_from(self, message: m.StateSources) -> None:
-        """Load this state in place of mine, unless I hold it or fetch it already."""
-        assert self._epochs.newest is not None
-        wanted = message.state
-        there = (
-            self._memory.state.generation == self._epochs.newest.generation
-            and self._memory.state.step >= wanted.step
-        )
-        if there or wanted in (self.fetch.wanted, self.fetch.state):
-            return
-        self._memory.distrust()
-        self.want(wanted, message.urls)
 
     def want(self, wanted: SnapshotRef | None, urls: tuple[str, ...] = ()) -> None:
         """Fetch this state next (None: nothing). The fetch under way ends first; its result is dropped."""
@@ -101,10 +89,8 @@ class CatchUp:
                 self.cannot_catch_up(event.why, event.unusable)
 
     def on_installed(self, event: io.Installed) -> None:
-        self._memory.take_back(event.plan)
         self.fetch.doing = ""
-        self._memory.state = MemberState(self.fetch.generation, event.step, event.digest)
-        self._memory.loaded = event.step
+        self._memory.on_installed(event, self.fetch.generation)
         if self._epochs.mode is Mode.OUTSIDE:
             self._session.hurry()  # the leader admits this member by the step that it has told
         newest = self._epochs.newest
@@ -142,6 +128,11 @@ class CatchUp:
             # Perhaps the job commits no steps; perhaps the checkpoint servers have other addresses now.
             self._request_state(f"no server delivers the gradient of step {event.step}")
 
+    def forget_request(self) -> None:
+        """Forget the request for a state: an epoch answers it, or it may never have arrived."""
+        if self.fetch.doing == "asked":
+            self.fetch.doing = ""
+
     def _request_state(self, why: str) -> None:
         assert self._epochs.newest is not None
         self.fetch.doing, self.fetch.misses = "asked", 0
@@ -152,8 +143,7 @@ class CatchUp:
         epoch, newest = self._epochs.epoch(), self._epochs.newest
         self._context.emit(io.WriteJournal("catch-up failed", epoch, self._memory.state.step, why))
         if self._epochs.mode is not Mode.OUTSIDE and newest is not None:
-            self._session.contact.fallen = m.CannotContinue(newest.fence, why, unusable)
-            self._context.emit(io.SendLeader(self._session.contact.fallen))
+            self._session.cannot_continue(why, unusable)
 
     def is_behind(self) -> bool:
         """Whether my state must catch up with the others'."""
@@ -205,7 +195,8 @@ class CatchUp:
             self.fetch = Fetch(doing="install", generation=fetch.generation, urls=fetch.urls)
         elif fetch.gradient is not None:
             self._memory.drop_kept()
-            generation, step = self._memory.state.generation, fetch.gradient.step
-            self._memory.state = MemberState(generation, step + 1, "", fetch.gradient.gradient_digest)
-            self._memory.order(io.Apply(generation, step, None, contributed=False, digest=True))
-            fetch.gradient = None
+            gradient, fetch.gradient = fetch.gradient, None
+            apply = io.Apply(
+                self._memory.state.generation, gradient.step, None, contributed=False, digest=True
+            )
+            self._memory.apply(apply, gradient.gradient_digest)

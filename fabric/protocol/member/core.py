@@ -9,6 +9,7 @@ Each part of the core owns its fields and uses only parts before it in this orde
 ``session``, ``serving``, ``rounds``, ``catch_up``, ``ending``, ``link_watch``, ``membership``.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ class MemberCore:
         return {
             io.Ready: self.rounds.on_ready,
             io.Digested: self.rounds.on_digested,
-            io.Streaming: self.rounds.on_streaming,
+            io.Streaming: self.memory.on_streaming,
             io.Computed: self.rounds.on_computed,
             io.Installed: self.catch_up.on_installed,
             io.InstallFailed: self.catch_up.on_install_failed,
@@ -102,7 +103,7 @@ class MemberCore:
             io.GradientGone: self.catch_up.on_gradient_gone,
             io.Snapshotted: self.serving.on_snapshotted,
             io.RingWaitsFor: self.rounds.on_ring_waits_for,
-            io.Tick: self.on_tick,
+            io.Tick: lambda _: None,  # ``_advance`` looks at what is due after every event
         }
 
     # --- the contract ----------------------------------------------------------------------------------
@@ -110,21 +111,21 @@ class MemberCore:
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
         """Take one event at time ``now`` (monotonic seconds); return the effects to perform in order."""
         context = self.context
-        context.now = now
-        context.effects = []
+        context.begin(now)
         if not context.stopped:
             self._handlers[type(event)](event)
             if not isinstance(event, io.RingWaitsFor):  # RingWaitsFor starts no stage
                 self._advance()
                 self.link_watch.probe_when_due()
-                if self.session.is_beat_due:  # checked first, because listing the missing members takes long
+                contact = self.session.contact
+                if contact.connected and now >= contact.next_beat:  # first: listing the missing takes long
                     self.session.beat(self.rounds.missing(), self.serving.saves, self.serving.saved)
         return context.effects
 
     def next_deadline(self) -> float | None:
         """Return the latest time at which the shell must send a Tick."""
         next_beat = self.session.contact.next_beat if self.session.contact.connected else None
-        next_probe = self.epochs.links.next_probe if self.link_watch.may_probe() else None
+        next_probe = self.link_watch.next_probe if self.link_watch.may_probe() else None
         rounds = [self.rounds.stall_deadline(), self.link_watch.test_deadline()]
         ends = [self.ending.end_deadline(), self.serving.save_deadline()]
         dues = [*rounds, *ends, next_beat, next_probe]
@@ -166,9 +167,6 @@ class MemberCore:
 
     # --- events that concern several parts -------------------------------------------------------------
 
-    def on_tick(self, _: io.Tick) -> None:
-        """Do nothing: ``_advance`` looks at what is due after every event."""
-
     def on_peer(self, event: io.FromPeer) -> None:
         """Take another member's message, about its end or a round."""
         if isinstance(event.message, m.Finished):
@@ -184,6 +182,6 @@ class MemberCore:
 
     def on_connected(self, _: io.LeaderConnected) -> None:
         """Open the session; forget the request of the last session, which may never have arrived."""
-        self.session.open(self.serving.snapshots)
-        if self.catch_up.fetch.doing == "asked":
-            self.catch_up.fetch.doing = ""
+        serves = tuple(name for name, last in self.serving.listeners.items() if last == math.inf)
+        self.session.open(self.serving.snapshots, serves)
+        self.catch_up.forget_request()

@@ -6,7 +6,7 @@ end stops with an error. A loop that ends before its replica has caught up stops
 all members have finished, the job is over, with or without a lighthouse.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fabric.exit_codes import FAILED, FINISHED, RESTART
@@ -63,8 +63,7 @@ class Ending:
         """
         state, final = self._memory.state, (message.fence.generation, message.step)
         if not self._session.contact.finished or (state.generation, state.step) == final:
-            self._context.emit(io.Finish(message.step))
-            self._context.stopped = True
+            self._context.end(io.Finish(message.step))
             return
         why = f"the job is complete at step {message.step}, and this loop ended at step {state.step}"
         if state.step == message.step:
@@ -93,6 +92,10 @@ class Ending:
         if round_ is None or member is None or member.process != process or not member.leaving:
             return False
         return process.replica in round_.votes and self._context.replica in round_.votes
+
+    def tell_again(self, epochs: Iterable[int]) -> None:
+        """Tell the members of these epochs again, over new links, that I have finished."""
+        self.notified_epochs -= set(epochs)
 
     def end_when_due(self) -> None:
         if self._context.stopped:
@@ -128,7 +131,7 @@ class Ending:
         if self._epochs.mode not in _THERE or self._epochs.current is None:
             return False
         me = self._epochs.current.member(self._context.replica)
-        return me is not None and (not me.joining or self._rounds.committed_in >= 0)
+        return me is not None and (not me.joining or self._rounds.committed_in >= max(me.since, 1))
 
     def _stop_when_others_have_finished(self) -> None:
         """Rule 12: stop if my loop asks for a round at the step at which others have finished."""
@@ -238,11 +241,10 @@ class Ending:
                     "be told"
                 )
             ended = JobEnd(record.fence, step, self._context.identity.incarnation)
-            self._context.emit(io.Finish(step, why, ended))
+            self._context.end(io.Finish(step, why, ended))
         else:
             why = "no lighthouse answered for autonomy_s, and the final state may be another than this one"
             self._context.stop(RESTART, why)
-        self._context.stopped = True
 
     def _have_all_finished(self, record: Record) -> bool:
         """Whether all members have finished with my state: no round needs the epoch that may be under way."""

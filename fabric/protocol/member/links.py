@@ -32,16 +32,18 @@ class LinkWatch:
     _session: LighthouseSession
     _rounds: Rounds
     _ending: Ending
+    probing: bool = False  # a probe from outside the roster is under way
+    flaps: bool = False  # whether a member was out of reach since this member was last linked
+    next_probe: float = -math.inf
 
     def on_linked(self, event: io.Linked) -> None:
-        self._epochs.links.up.add(event.epoch)
-        self._epochs.links.flaps, self._epochs.links.lost_bytes = False, 0
-        for record in (self._epochs.current, self._epochs.newest):
-            if record is not None and record.epoch == event.epoch:
-                self._epochs.links.silent.difference_update(record.names)
+        records = (x for x in (self._epochs.current, self._epochs.newest) if x is not None)
+        names = [name for record in records if record.epoch == event.epoch for name in record.names]
+        self._epochs.links.came_up(event.epoch, names)
+        self.flaps = False
 
     def on_link_failed(self, event: io.LinkFailed) -> None:
-        self._epochs.links.silent.update(event.unreachable)
+        self._epochs.links.lose((), event.unreachable)
         if self._epochs.runs(event.epoch):
             self._rounds.abort(event.why, event.about)
         elif self._epochs.newest is not None and event.epoch == self._epochs.newest.epoch:
@@ -58,12 +60,10 @@ class LinkWatch:
     def on_link_lost(self, event: io.LinkLost) -> None:
         if self._ending.has_said_all(ReplicaProcess(event.replica, event.incarnation)):
             return  # rule 5: the other member leaves, and no round needs it any more
-        if event.silent:
-            self._epochs.links.silent.add(event.replica)
-        for record in (self._epochs.current, self._epochs.newest):
-            if record is not None and record.lists(event.replica, event.incarnation):
-                self._epochs.links.up.discard(record.epoch)
-                self._ending.notified_epochs.discard(record.epoch)
+        records = (x for x in (self._epochs.current, self._epochs.newest) if x is not None)
+        listed = [x.epoch for x in records if x.lists(event.replica, event.incarnation)]
+        self._epochs.links.lose(listed, (event.replica,) if event.silent else ())
+        self._ending.tell_again(listed)
         current = self._epochs.current if self._epochs.mode in (Mode.RUN, Mode.CATCH_UP) else None
         if current is not None and current.lists(event.replica, event.incarnation):
             if not self._session.contact.finished:  # a member that has finished is in no round
@@ -96,47 +96,36 @@ class LinkWatch:
         """Test the links once in a round that takes long: they may lose large packets and pass small ones."""
         due = self.test_deadline()
         if due is not None and self._context.now >= due:
-            self._test(again=True)
+            self._rounds.test_links(again=True)
 
     def on_test(self, event: io.FromPeer, message: m.Contribution) -> io.FromPeer:
         """Test my links too, so that the leader gets all complaints together; return the event unpadded."""
         round_ = self._rounds.round
         if round_ is not None and (round_.record.epoch, round_.step) == (message.fence.epoch, message.step):
-            self._test()
+            self._rounds.test_links()
         return replace(event, message=replace(message, padding=""))
-
-    def _test(self, again: bool = False) -> None:
-        """Send my contribution again as a large message. A link that loses it ends in silence."""
-        round_ = self._rounds.round
-        if round_ is not None and round_.contributed and (again or round_.tested_at == math.inf):
-            round_.tested_at = self._context.now
-            self._rounds.to_roster(replace(round_.contributions[self._context.replica], padding=m.PADDING))
 
     def may_probe(self) -> bool:
         links, newest = self._epochs.links, self._epochs.newest
         there = newest is not None and (len(newest.roster) <= MAX_PROBED or bool(links.silent))
-        is_free = self._session.contact.connected and not links.probing
+        is_free = self._session.contact.connected and not self.probing
         return self._epochs.mode is Mode.OUTSIDE and there and is_free
 
     def probe_when_due(self) -> None:
         """Probe the members from outside: a replica that cannot reach a member would be left out again."""
         links, newest = self._epochs.links, self._epochs.newest
-        if newest is None or self._context.now < links.next_probe or not self.may_probe():
+        if newest is None or self._context.now < self.next_probe or not self.may_probe():
             return
-        links.probing = True
-        links.silent.intersection_update(newest.names)
+        self.probing = True
         many = len(newest.roster) > MAX_PROBED
         self._context.emit(io.Probe(tuple(x for x in newest.roster if not many or x.replica in links.silent)))
 
     def on_probed(self, event: io.Probed) -> None:
-        links = self._epochs.links
-        links.probing = False
+        links, newest = self._epochs.links, self._epochs.newest
+        self.probing = False
+        missed = newest is not None and not links.silent.isdisjoint(newest.names)
         # A link that was cut may be cut again: probe often until all links of an epoch are up.
-        links.flaps = links.flaps or bool(links.silent or event.unreachable)
-        links.next_probe = self._context.now + (PROBE_AGAIN_S if links.flaps else PROBE_S)
-        if self._epochs.mode is not Mode.OUTSIDE:
-            return
-        probed = set(event.unreachable), event.lost_bytes
-        if (links.silent, links.lost_bytes) != probed:
-            links.silent, links.lost_bytes = probed
+        self.flaps = self.flaps or missed or bool(event.unreachable)
+        self.next_probe = self._context.now + (PROBE_AGAIN_S if self.flaps else PROBE_S)
+        if self._epochs.mode is Mode.OUTSIDE and links.probed(set(event.unreachable), event.lost_bytes):
             self._session.hurry()

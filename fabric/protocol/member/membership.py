@@ -9,7 +9,7 @@ from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.serving import SnapshotServing
 from fabric.protocol.member.session import LighthouseSession
-from fabric.protocol.member.state import CoreContext, KnownEpochs, LastRound, MemberMemory, Mode
+from fabric.protocol.member.state import CoreContext, KnownEpochs, MemberMemory, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
@@ -36,16 +36,11 @@ class Membership:
             self._context.leave(me)
             return
         self._epochs.enter_mode(Mode.OUTSIDE)
-        self._session.contact.fallen = None
-        self._rounds.leave_round()
-        self._rounds.prepared, self._epochs.resume = None, None
-        self._serving.promised.clear()
-        self._serving.listeners.clear()
-        self._memory.drop_kept()
+        self._session.has_answer()
+        self._rounds.leave()
+        self._serving.leave()
+        self._memory.leave()
         self._catch_up.want(None)
-        if self._epochs.links.suspect or self._memory.state.outvoted:
-            self._memory.distrust()
-            self._epochs.links.suspect = False
         self._epochs.journal("outside", why)
 
     def first_data(self) -> None:
@@ -71,26 +66,20 @@ class Membership:
     def on_beat_reply(self, message: m.HeartbeatAck) -> None:
         self._session.ask_measure(message.measure, message.echo)
         self._serving.heed(message)
-        contact = self._session.contact
-        sent = contact.sent.pop(message.number, None)
-        if sent is not None:
-            contact.last = max(contact.last, sent)
-            contact.sent = {n: t for n, t in contact.sent.items() if n > message.number}
-            unheeded, contact.unheeded = contact.unheeded, None
-            if unheeded is not None:
-                self.on_resume(unheeded)
+        unheeded = self._session.answered(message.number)
+        if unheeded is not None:
+            self.on_resume(unheeded)
 
     def on_epoch(self, message: m.Epoch) -> None:
-        self._session.contact.changes = self._session.contact.changes or message.changes
         self._hear_of(message.record)
 
     def on_change(self, message: m.RosterDelta) -> None:
         """Rule 6: apply a roster delta; ask for the whole epoch if I do not hold the roster before it."""
-        self._session.contact.changes = True
-        record = roster_delta.applied(message, self._epochs.newest)
+        newest, fence = self._epochs.newest, message.record.fence
+        record = roster_delta.applied(message, newest)
         if record is not None:
             self._hear_of(record)
-        elif self._epochs.newest is None or not self._epochs.is_past(message.record.fence):
+        elif newest is None or fence.store_id != newest.store_id or fence >= newest.fence:
             self._context.emit(
                 io.WriteJournal("roster", message.record.epoch, self._memory.state.step, "I request it whole")
             )
@@ -101,7 +90,7 @@ class Membership:
             return
         if self._epochs.newest is not None and record.generation != self._epochs.newest.generation:
             self._catch_up.want(None)  # the fetch under way is of a state whose generation is over
-        self._epochs.newest = record
+        self._epochs.learn(record)
         if self._is_leaving(record):
             self._context.emit(io.LinkUp(record))
             return
@@ -153,18 +142,16 @@ class Membership:
                 f"process was at epoch {self._epochs.newest.epoch} of the last one: it starts again",
             )
             return False
-        self._epochs.newest = self._epochs.current = self._epochs.report = None
-        self._rounds.last_round, self._rounds.disputed = LastRound(), None
-        self._session.contact.aborted, self._session.contact.unsaid = None, False
+        self._epochs.forget()
+        self._rounds.forget()
+        self._session.forget()
         self._memory.distrust()
         self._catch_up.want(None)
         return True
 
     def _join(self, record: Record) -> None:
         self._epochs.enter_mode(Mode.JOINED)
-        self._rounds.committed_in = -1
-        if self._catch_up.fetch.doing == "asked":
-            self._catch_up.fetch.doing = ""
+        self._catch_up.forget_request()
         if self._epochs.is_awaited(record):
             # The other members wait with their own state, so this member's state does not count.
             self._memory.distrust()
@@ -197,7 +184,7 @@ class Membership:
         if mode is not Mode.OUTSIDE and epochs.newest.epoch not in epochs.links.up:
             self._context.emit(io.LinkUp(epochs.newest))
         if epochs.report is not None and epochs.report.fence == epochs.newest.fence:
-            self._send_report(epochs.report, epochs.newest)
+            self._context.emit(io.SendLeader(epochs.report))
         if mode is Mode.ABORTED:
             self._session.repeat_aborted()
         elif mode is Mode.RUN and epochs.current is not None and last_round.epoch == epochs.current.epoch:
@@ -212,16 +199,17 @@ class Membership:
                 self._serving.keep_for_lost(self._epochs.current, record)
         prepared = self._rounds.prepared
         last_round = self._rounds.last_round
-        entry = record.member(self._context.replica)
-        self._epochs.report = m.Report(
+        entry, there = record.member(self._context.replica), frozenset(last_round.roster)
+        report = m.Report(
             fence=record.fence,
             state_generation=self._memory.state.generation,
             step=self._memory.state.step,
             digest=self._memory.state.digest,
             round_epoch=last_round.epoch,
             round_step=last_round.step,
-            round_roster=last_round.roster,
-            prepared=prepared is not None and last_round.is_that_of(prepared),
+            round_lacked=tuple(x for x in record.names if x not in there) if last_round.epoch else (),
+            prepared=prepared is not None
+            and (prepared.epoch, prepared.step) == (last_round.epoch, last_round.step),
             gradient_digest=prepared.gradient_digest if prepared is not None else "",
             disputed=self._rounds.disputed == (last_round.epoch, last_round.step),
             outvoted=self._memory.state.outvoted,
@@ -232,16 +220,9 @@ class Membership:
             committed_digest=self._memory.state.committed_digest,
             plan=replace(self._memory.plan, described=""),
         )
-        self._send_report(self._epochs.report, record)
-        self._context.emit(io.LinkUp(record))
-
-    def _send_report(self, report: m.Report, record: Record) -> None:
-        """Send the report. To a leader that understands it, name only the members that the round lacked."""
-        if self._session.contact.changes:
-            there = frozenset(report.round_roster)
-            lacked = tuple(n for n in record.names if n not in there) if report.round_epoch else ()
-            report = replace(report, round_roster=(), round_lacked=lacked)
+        self._epochs.promise(report)
         self._context.emit(io.SendLeader(report))
+        self._context.emit(io.LinkUp(record))
 
     def on_resume(self, message: m.Resume) -> None:
         """Rule 8: follow the leader's decision for a forced epoch."""
@@ -250,21 +231,16 @@ class Membership:
             return
         assert record.is_forced
         if self._context.now - self._session.contact.last > self._context.config.autonomy_s:
-            # Rule 10: a new generation may have begun. The next answered heartbeat will show that.
-            self._session.contact.unheeded = message
-            self._session.hurry()
+            self._session.postpone(message)
             return
-        self._epochs.resume = message
+        self._epochs.follow(message)
         self._rounds.go_to(record)
         self._context.emit(io.WriteJournal("resume", record.epoch, message.step, message.reason))
         outdated = self._memory.state.generation != record.generation and not self._epochs.is_awaited(record)
         if record.cold == record.epoch or outdated:
             # My state is outdated: no decision about the cold start came, or my fetch of its base failed.
             self._start_generation(record)
-        prepared = self._rounds.prepared
-        if prepared is not None and self._may_commit(prepared, message):
-            self._rounds.commit(prepared)
-        self._rounds.prepared = None
+        self._rounds.resume(message, record)
         if any(a.replica == self._context.replica and a.drop for a in message.table):
             self._memory.drop_kept()
         if self._memory.state.step > message.step and self._memory.state.generation == record.generation:
@@ -280,18 +256,11 @@ class Membership:
             )
         self._epochs.enter_mode(Mode.RUN if there else Mode.CATCH_UP)
 
-    def _may_commit(self, prepared: io.PreparedRound, message: m.Resume) -> bool:
-        assert self._epochs.newest is not None
-        return (
-            self._memory.state.step == prepared.step == message.step - 1
-            and prepared.epoch >= self._epochs.newest.cold
-            and prepared.gradient_digest == message.commit_digest
-        )
-
     def _start_generation(self, record: Record) -> None:
         """Rule 6 of the leader: keep my state if it is the generation's base, else fetch the base."""
         base = record.base
-        self._rounds.prepared, self._session.contact.fallen = None, None
+        self._rounds.leave()
+        self._session.has_answer()
         self._memory.drop_kept()
         if self._context.identity.durable is None and not base.generation:
             # Rule 8: no replica has read durable storage, which may hold a state of this job.
@@ -301,8 +270,7 @@ class Membership:
             return
         same = self._memory.state.step == base.step and base.digest in ("", self._memory.state.digest)
         if same and self._catch_up.fetch.doing != "install":
-            self._memory.state.generation = record.generation
-            self._memory.state.committed_digest, self._memory.state.outvoted = "", False
+            self._memory.adopt(record.generation)
         else:
             self._memory.distrust()
             self._catch_up.want(SnapshotRef(base.generation, base.step, base.digest), base.sources)

@@ -7,9 +7,8 @@ members' contributions, their votes.
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from fabric.errors import IllegalTransition
 from fabric.exit_codes import FAILED, RESTART
 from fabric.model import Member, Record
 from fabric.protocol.member.serving import SnapshotServing
@@ -20,7 +19,6 @@ from fabric.protocol.member.state import (
     KnownEpochs,
     LastRound,
     MemberMemory,
-    MemberState,
     Mode,
 )
 from fabric.protocol.messages import member_events as io
@@ -30,7 +28,7 @@ from fabric.protocol.messages.network import CommitVote, Contribution
 from fabric.protocol.rules.adaptive_timeout import AdaptiveTimeout
 from fabric.protocol.rules.assignment import Work, share_out, waits_for_data
 from fabric.protocol.rules.compatibility import split_by_data
-from fabric.protocol.rules.divergence import bounded, differences
+from fabric.protocol.rules.divergence import differences
 
 
 @dataclass(slots=True)
@@ -139,11 +137,6 @@ class Round:
         others = Counter(vote for vote in votes if vote not in ("", digest))
         return bool(digest and others) and 2 * max(others.values()) > len(alike)
 
-    def culprits(self) -> str:
-        """Name the members that voted that their own contribution was not finite; empty if there are none."""
-        tensors = sorted((n, b.nonfinite) for n, b in self.votes.items() if b.nonfinite)
-        return ", ".join(f"{name} (its {tensor})" for name, tensor in tensors)
-
     def next_epoch(self) -> int:
         """The next epoch if every vote is ready for it, otherwise the epoch of this round."""
         ready = {b.ready for b in self.votes.values()}
@@ -154,8 +147,7 @@ def _by_member(digests: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {digest[:8]}" for name, digest in sorted(digests.items()))
 
 
-# Rule 11: seconds between two heartbeats for steps. For a while after a newcomer's request each step has one.
-STEP_BEAT_S = 0.25
+# Rule 11: for so many seconds after a newcomer's request the leader hears of each step at once.
 FOLLOWED_S = 5.0
 # A link that a test has ended was silent for at least this many seconds.
 TEST_ENDS_S = 1.2
@@ -215,7 +207,7 @@ class Rounds:
     prepared: io.PreparedRound | None = None  # a promise: kept after an abort until the decision
     last_round: LastRound = field(default_factory=LastRound)
     disputed: tuple[int, int] | None = None  # the (epoch, step) of a round that ended disputed
-    committed_in: int = -1  # the newest epoch in which I committed a round, since I joined
+    committed_in: int = -1  # the newest epoch in which I committed a round
     ring_waits_for: str = ""  # the member whose bytes the data plane waits for
 
     def __post_init__(self) -> None:
@@ -271,15 +263,38 @@ class Rounds:
         if round_.is_disputed(me):
             self.disputed = (round_.record.epoch, round_.step)
         if round_.step == state.step and round_.is_outvoted(me, state.digest):
-            state.outvoted = True
+            self._memory.outvote()
+
+    def leave(self) -> None:
+        """Rule 6: leave the round, and drop the prepared one."""
+        self.leave_round()
+        self.prepared = None
+
+    def forget(self) -> None:
+        self.last_round, self.disputed = LastRound(), None
 
     def go_to(self, record: Record) -> None:
-        links, step = self._epochs.links, self._memory.state.step
-        self._epochs.current, self.round = record, None
+        step, self.round = self._memory.state.step, None
         if not record.is_forced and self._epochs.mode is Mode.JOINED:
-            step = max([step, *(x for epoch, x in links.early if epoch == record.epoch)])
-        links.first_step, links.up = step, {e for e in links.up if e >= record.epoch}
-        self._context.emit(io.Switch(record))
+            step = max([step, *(x for epoch, x in self._epochs.links.early if epoch == record.epoch)])
+        self._epochs.enter(record, step)
+
+    def test_links(self, again: bool = False) -> None:
+        """Send my contribution again as a large message. A link that loses it ends in silence."""
+        round_ = self.round
+        if round_ is not None and round_.contributed and (again or round_.tested_at == math.inf):
+            round_.tested_at = self._context.now
+            self.to_roster(replace(round_.contributions[self._context.replica], padding=m.PADDING))
+
+    def resume(self, decision: m.Resume, newest: Record) -> None:
+        """Rule 8: commit my prepared round if the decision names its digest, and drop any other."""
+        prepared, self.prepared = self.prepared, None
+        if prepared is not None and (
+            self._memory.state.step == prepared.step == decision.step - 1
+            and prepared.epoch >= newest.cold
+            and prepared.gradient_digest == decision.commit_digest
+        ):
+            self.commit(prepared)
 
     def to_roster(self, message: m.PeerMessage) -> None:
         assert self.round is not None
@@ -290,53 +305,22 @@ class Rounds:
         return round_ is not None and (round_.record.epoch, round_.step) == (epoch, step)
 
     def on_ready(self, event: io.Ready) -> None:
-        if event.step != self._memory.state.step:
-            raise IllegalTransition(
-                f"ready for step {event.step} with the state at {self._memory.state.step}"
-            )
-        self._memory.state.digest, self._memory.state.later = event.digest, event.later
-        self._memory.state.entries = bounded(event.entries)
-        self._memory.take_back(event.plan)
-        self._session.note_times(event.step, event.times)
-        # Rule 11: a step that the leader does not need at once goes with the next heartbeat.
-        contact = self._session.contact
-        is_news = event.digest or self._is_followed() or (event.times is not None and event.times.measured)
-        due = self._context.now if is_news else contact.beaten + STEP_BEAT_S
-        contact.next_beat = min(contact.next_beat, max(due, self._context.now))
-
-    def on_digested(self, event: io.Digested) -> None:
-        if self._memory.state.later and event.step == self._memory.state.step:
-            state = self._memory.state
-            state.digest, state.later, state.asked = event.digest, False, False
-            state.entries = bounded(event.entries)
-            self._session.hurry()
-
-    def _is_followed(self) -> bool:
-        """Whether the leader needs each step of mine at once: in a new epoch, and while a replica joins."""
+        self._memory.on_ready(event)
+        # The leader needs each step of mine at once in a new epoch, and while a replica joins.
         contact, epochs = self._session.contact, self._epochs
         runs = epochs.mode is Mode.RUN and not contact.finished and epochs.newest is not None
         settled = runs and epochs.newest is epochs.current and contact.beaten_epoch == epochs.epoch()
-        return not settled or bool(self._serving.listeners) or self._context.now - contact.asked < FOLLOWED_S
+        is_asked = bool(self._serving.listeners) or self._context.now - contact.asked < FOLLOWED_S
+        measured = event.times is not None and bool(event.times.measured)
+        self._session.note_step(event, not settled or is_asked or measured or bool(event.digest))
 
-    def on_streaming(self, event: io.Streaming) -> None:
-        if event.step == self._memory.state.step and not self._memory.kept_gradient.stale:
-            self._memory.kept_gradient.streaming = self._memory.kept_gradient.weight + event.weight
+    def on_digested(self, event: io.Digested) -> None:
+        if self._memory.on_digested(event):
+            self._session.hurry()
 
     def on_computed(self, event: io.Computed) -> None:
-        self._memory.waiting = True
-        kept = self._memory.kept_gradient
-        kept.streaming = 0.0
-        if kept.stale or event.step != self._memory.state.step:
-            self._memory.drop_kept()
-            return
-        kept.computing = ()
-        if event.weight == 0 and self._context.identity.sharing.policy == "shrink":
-            # These micro-batches contributed nothing (data of another step were discarded): they are skipped.
-            kept.have -= set(event.micro_batches)
-        kept.weight += event.weight
-        for name, value in event.metrics:
-            kept.metrics[name] = kept.metrics.get(name, 0.0) + value
-        if event.redo and self.round is not None and self.round.exchanging:
+        wanted = self._memory.on_computed(event)
+        if wanted and event.redo and self.round is not None and self.round.exchanging:
             # Rule 1: no member has prepared this round yet, because I have not sent my contribution.
             self.abort(event.redo, "")
 
@@ -433,14 +417,12 @@ class Rounds:
             self._context.emit(io.WriteJournal("poison", record.epoch, step, why, "", ids))
         self.last_round = LastRound(record.epoch, step, record.names)
         self.round = Round(record, step, share)
-        for event in self._epochs.links.early.pop((record.epoch, step), ()):
+        for event in self._epochs.links.take_early((record.epoch, step)):
             if self.round is not None:
                 self._collect(event.replica, event.incarnation, event.message)
         if share and self.round is not None:
-            self._memory.kept_gradient.have |= set(share)
-            self._memory.kept_gradient.computing = share
             number = self._session.take_measure()
-            self._memory.order(io.Compute(step, share, number, self._session.echo if number else ""))
+            self._memory.compute(io.Compute(step, share, number, self._session.echo if number else ""))
 
     def contribute_when_computed(self) -> None:
         """Rule 1: contribute once the links are up, because earlier messages get lost."""
@@ -546,18 +528,15 @@ class Rounds:
             return
         disagreement = round_.disagreement()
         if disagreement:
-            self._memory.state.parted = round_.parted()
-            self.abort(disagreement, "")
             # If the leader evicts this member for unequal digests, the member must not trust its state.
-            self._epochs.links.suspect = True
+            self._memory.doubt(round_.parted())
+            self.abort(disagreement, "")
             return
         if self._is_on_its_own_for_too_long():
             return
         if self._memory.state.digest:
-            self._epochs.links.suspect = False
             others = [vote for name, vote in round_.votes.items() if name != self._context.replica]
-            if self._memory.state.step > self._memory.loaded and any(vote.state_digest for vote in others):
-                self._memory.agreed = round_.record.epoch
+            self._memory.confirm(round_.record.epoch, any(vote.state_digest for vote in others))
         if round_.begun >= 0 and not self._newcomers_first(round_):
             self.round_timeout.took(self._context.now - round_.begun)
         following = round_.next_epoch()
@@ -575,25 +554,22 @@ class Rounds:
     def commit(self, prepared: io.PreparedRound, first_of_epoch: bool = False) -> None:
         if prepared.nonfinite and self._judge_nonfinite(prepared):
             return
-        if not prepared.weight:
-            self._memory.empty = prepared.step
-        following = prepared.step + 1
         own = dict(prepared.contributions).get(self._context.replica, ())
         self._agreement.committed(prepared.epoch)
         every = self._context.config.digest_every
         generation = self._memory.state.generation
-        self._memory.state = MemberState(generation, following, "", prepared.gradient_digest)
         self.committed_in = prepared.epoch
-        self.prepared, self.round, self._memory.kept_gradient = None, None, KeptGradient()
+        self.prepared, self.round = None, None
         self._context.emit(io.Publish(generation, prepared))
-        wanted = bool(every) and (first_of_epoch or following % every == 0)
-        self._memory.order(
-            io.Apply(generation, prepared.step, prepared, contributed=bool(own), digest=wanted)
-        )
+        wanted = bool(every) and (first_of_epoch or (prepared.step + 1) % every == 0)
+        apply = io.Apply(generation, prepared.step, prepared, contributed=bool(own), digest=wanted)
+        self._memory.apply(apply, prepared.gradient_digest)
 
     def _judge_nonfinite(self, prepared: io.PreparedRound) -> bool:
         """Act on a sum that is not finite, in the same way on all members; return whether the job ends."""
-        culprits = self.round.culprits() if self.round is not None else ""
+        votes = self.round.votes.items() if self.round is not None else ()
+        tensors = sorted((name, vote.nonfinite) for name, vote in votes if vote.nonfinite)
+        culprits = ", ".join(f"{name} (its {tensor})" for name, tensor in tensors)
         why = f"the averaged gradient of {prepared.nonfinite} at step {prepared.step} is not finite"
         why += f": nor is the contribution of {culprits}" if culprits else ""
         if self._context.config.on_nan != "stop":

@@ -33,7 +33,6 @@ class SnapshotServing:
     # replica that replays published gradients, or may soon -> the last step that is kept for it
     listeners: dict[str, float] = field(default_factory=dict)
     snapshotting: int = -1  # the step of the snapshot that is being taken
-    noticed_at: float = math.inf  # when this process got notice
     saves: bool = False  # whether I save the state for all, as the leader says or because none answers
     saving: int = -1  # the step whose state is being saved, or is saved
     saved: bool = False  # whether the state where I have stopped is in durable storage
@@ -42,17 +41,20 @@ class SnapshotServing:
     def on_serve(self, message: m.TakeSnapshotFor) -> None:
         self._keep_gradients(message.joiner, math.inf)
         if self._epochs.mode not in (Mode.RUN, Mode.CATCH_UP) or message.step < self._memory.state.step:
-            missed = m.SnapshotMissed(self._epochs.fence(), message.joiner, message.step)
+            missed = m.SnapshotTaken(self._epochs.fence(), message.joiner, message.step, "")
             self._context.emit(io.SendLeader(missed))
-            # The leader knows only an older step of this member: send this step and each later step at once.
-            self._session.contact.asked = self._context.now
-            self._session.hurry()
+            self._session.follow_steps()
             return
         self.promised[message.joiner] = message.step
 
     def on_serve_end(self, message: m.StopServing) -> None:
         self.promised.pop(message.joiner, None)
         self._keep_gradients(message.joiner, -1)
+
+    def leave(self) -> None:
+        """Forget all promises: this member is outside the roster."""
+        self.promised.clear()
+        self.listeners.clear()
 
     def keep_for_lost(self, before: Record, after: Record) -> None:
         """Keep the next gradients for each lost member, which may begin again from its hosts' memory."""
@@ -78,11 +80,7 @@ class SnapshotServing:
         for joiner, step in list(self.promised.items()):
             if step == event.step:
                 del self.promised[joiner]
-                reply: m.MemberMessage = (
-                    m.SnapshotTaken(self._epochs.fence(), joiner, step, event.digest)
-                    if event.digest
-                    else m.SnapshotMissed(self._epochs.fence(), joiner, step)
-                )
+                reply = m.SnapshotTaken(self._epochs.fence(), joiner, step, event.digest)
                 self._context.emit(io.SendLeader(reply))
 
     def snapshot_when_due(self) -> None:
@@ -98,8 +96,8 @@ class SnapshotServing:
 
     def on_noticed(self, _: io.Noticed) -> None:
         """Rule 13: tell the leader at once. A further notice changes nothing."""
-        if not self._context.noticed:
-            self._context.noticed, self.noticed_at = True, self._context.now
+        if self._context.noticed_at == math.inf:
+            self._context.notice()
             self._session.hurry()
 
     def heed(self, ack: m.HeartbeatAck) -> None:
@@ -116,11 +114,11 @@ class SnapshotServing:
     @property
     def _alone_at(self) -> float:
         """When to decide without the leader, unless it answers before."""
-        return max(self.noticed_at, self._session.contact.last) + ALONE_S
+        return max(self._context.noticed_at, self._session.contact.last) + ALONE_S
 
     def save_deadline(self) -> float | None:
         """When to decide without the leader, or to try again; None without such a time."""
-        if self.noticed_at == math.inf and self._save_at <= self._context.now:  # nearly always
+        if self._context.noticed_at == math.inf and self._save_at <= self._context.now:  # nearly always
             return None
         dues = (self._alone_at, self._save_at)
         return min((due for due in dues if self._context.now < due < math.inf), default=None)
@@ -128,7 +126,7 @@ class SnapshotServing:
     def is_to_save(self) -> bool:
         """Rule 13: whether I save the state for all, because the leader says so or does not answer."""
         # Nearly always no process has notice.
-        if self.noticed_at < math.inf and self._context.now >= self._alone_at:
+        if self._context.noticed_at < math.inf and self._context.now >= self._alone_at:
             is_writer = writer_of(self._epochs.current, storing=True) == self._context.replica
             self.saves = self.saves or is_writer
         return self.saves

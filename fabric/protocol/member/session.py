@@ -1,5 +1,6 @@
 """The session with the lighthouse: it opens, sends heartbeats, and repeats messages that must arrive."""
 
+import math
 from collections import deque
 from dataclasses import fields
 
@@ -13,6 +14,8 @@ from fabric.protocol.messages import network as m
 MAX_NAMED = 64
 # The most steps in one heartbeat beside the newest: a heartbeat goes at least every quarter of a second.
 MOST_EARLIER = 16
+# Rule 11: seconds between two heartbeats for steps.
+STEP_BEAT_S = 0.25
 # The settings that the first message repeats.
 _OF_CONFIG = ["stores", "adapt", "launched", "replay", "replay_steps"]
 _OF_CONFIG += ["exchange_s", "user_code_s", "autonomy_s"]
@@ -69,7 +72,7 @@ class LighthouseSession:
         self.hurry()
 
     def on_closing(self, _: io.Closing) -> None:
-        self._memory.waiting = False
+        self._memory.on_loop_left()
         self.contact.finished = True
         fence = Fence(
             self._epochs.fence().store_id, self._memory.state.generation, self._epochs.fence().epoch
@@ -78,7 +81,7 @@ class LighthouseSession:
 
     def on_failed(self, event: io.LoopRaised) -> None:
         """Tell the leader until it answers that the user's loop has raised."""
-        self._memory.waiting = False
+        self._memory.on_loop_left()
         self.contact.failed = m.LoopFailed(self._epochs.fence(), self._memory.state.step, event.why)
         self._context.emit(io.SendLeader(self.contact.failed))
 
@@ -92,10 +95,6 @@ class LighthouseSession:
     def send_aborted(self, message: m.Aborted) -> None:
         self.contact.aborted, self.contact.unsaid = message, not self.contact.connected
         self._context.emit(io.SendLeader(self.contact.aborted))
-
-    @property
-    def is_beat_due(self) -> bool:
-        return self.contact.connected and self._context.now >= self.contact.next_beat
 
     def beat(self, waiting_for: tuple[str, ...], saves: bool, saved: bool) -> None:
         """Send a heartbeat; my round waits for a message of each member in ``waiting_for``."""
@@ -121,7 +120,7 @@ class LighthouseSession:
             unreachable=self.unreachable() if self._epochs.mode is Mode.OUTSIDE else (),
             lost_bytes=self._epochs.links.lost_bytes,
             micro_batches=self._memory.plan.micro_batches,
-            noticed=self._context.noticed,
+            noticed=self._context.noticed_at < math.inf,
             saved=saved,
             saves=saves,
         )
@@ -129,20 +128,57 @@ class LighthouseSession:
         self.last_times = None
         self._earlier.clear()
 
-    def note_times(self, step: int, times: StepTimes | None) -> None:
-        """Keep the times of a step for the next heartbeat, and the older ones in short."""
-        before, self.last_times = self.last_times, times
+    def note_step(self, event: io.Ready, is_news: bool) -> None:
+        """Keep the times of a step for the next heartbeat, and the older ones in short.
+
+        Rule 11: a step that the leader does not need at once goes with the next heartbeat.
+        """
+        before, self.last_times = self.last_times, event.times
         if before is not None and not self.busy:
             work = sum(before.work.values()), before.squares, before.samples, before.micro_batches
             self._earlier.append(EarlierStep(self._times_step, before.compute_s, *work))
-        self._times_step = step
+        self._times_step = event.step
+        due = self._context.now if is_news else self.contact.beaten + STEP_BEAT_S
+        self.contact.next_beat = min(self.contact.next_beat, max(due, self._context.now))
 
-    def open(self, snapshots: tuple[SnapshotRef, ...]) -> None:
+    def answered(self, number: int) -> m.Resume | None:
+        """Take the answer to a heartbeat; return a decision that waited for one and counts now."""
+        contact = self.contact
+        sent = contact.sent.pop(number, None)
+        if sent is None:
+            return None
+        contact.last = max(contact.last, sent)
+        contact.sent = {n: t for n, t in contact.sent.items() if n > number}
+        unheeded, contact.unheeded = contact.unheeded, None
+        return unheeded
+
+    def postpone(self, decision: m.Resume) -> None:
+        """Rule 10: a new generation may have begun. The next answered heartbeat shows that."""
+        self.contact.unheeded = decision
+        self.hurry()
+
+    def follow_steps(self) -> None:
+        """Tell the leader this step and each later one at once, because it knows only an older one."""
+        self.contact.asked = self._context.now
+        self.hurry()
+
+    def cannot_continue(self, why: str, unusable: bool) -> None:
+        """Tell the leader until it answers that I cannot go on in the newest epoch."""
+        assert self._epochs.newest is not None
+        self.contact.fallen = m.CannotContinue(self._epochs.newest.fence, why, unusable)
+        self._context.emit(io.SendLeader(self.contact.fallen))
+
+    def has_answer(self) -> None:
+        self.contact.fallen = None
+
+    def forget(self) -> None:
+        self.contact.aborted, self.contact.unsaid = None, False
+
+    def open(self, snapshots: tuple[SnapshotRef, ...], serves: tuple[str, ...]) -> None:
         """Begin a session; repeat the other messages that the leader must know."""
         self.contact.connected = True
-        self.contact.changes = False
         self.hurry()
-        self._context.emit(io.SendLeader(self._first_message(snapshots)))
+        self._context.emit(io.SendLeader(self._first_message(snapshots, serves)))
         if self.contact.failed is not None:
             self._context.emit(io.SendLeader(self.contact.failed))
         if self.contact.unsaid:
@@ -150,7 +186,7 @@ class LighthouseSession:
             self.contact.unsaid = False
             self.repeat_aborted()
 
-    def _first_message(self, snapshots: tuple[SnapshotRef, ...]) -> m.OpenSession:
+    def _first_message(self, snapshots: tuple[SnapshotRef, ...], serves: tuple[str, ...]) -> m.OpenSession:
         me, state, newest = self._context.identity, self._memory.state, self._epochs.newest
         config = self._context.config
         return m.OpenSession(
@@ -165,8 +201,9 @@ class LighthouseSession:
             store_id=newest.store_id if newest is not None else "",
             began=self._memory.began,
             snapshots=snapshots,
+            serves=serves[:MAX_NAMED],
             finished=self.contact.finished,
-            roster=newest.roster_digest if newest is not None else "none",
+            roster=newest.roster_digest if newest is not None else "",
         )
 
     def on_lost(self, _: io.LeaderLost) -> None:
@@ -175,7 +212,8 @@ class LighthouseSession:
     def on_rejected(self, message: m.Rejected) -> None:
         if message.retry:
             # A member that is outvoted loads another state when an epoch leaves it out.
-            self._memory.state.outvoted = self._memory.state.outvoted or message.outvoted
+            if message.outvoted:
+                self._memory.outvote()
             self._epochs.journal("kept out", message.reason)
         elif message.above:
             self._context.emit(io.ClaimAbove(message.above))

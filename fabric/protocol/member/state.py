@@ -1,7 +1,8 @@
 """The state, the context, the memory and the known epochs that all parts of a member core share."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from fabric.errors import IllegalTransition
@@ -22,6 +23,7 @@ from fabric.model import (
 )
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.rules.divergence import bounded
 
 # A member keeps early messages of at most this many later rounds, of the next step or the next epoch.
 MAX_EARLY_ROUNDS = 8
@@ -129,10 +131,6 @@ class LastRound:
     step: int = 0
     roster: tuple[str, ...] = ()
 
-    def is_that_of(self, prepared: io.PreparedRound) -> bool:
-        """Whether ``prepared`` belongs to this round."""
-        return (prepared.epoch, prepared.step) == (self.epoch, self.step)
-
 
 @dataclass(slots=True)
 class Fetch:
@@ -158,7 +156,6 @@ class Contact:
     beaten_epoch: int = -1  # the newest epoch that a heartbeat has named
     asked: float = -math.inf  # when a newcomer last needed to know my step
     connected: bool = False
-    changes: bool = False  # whether the leader understands changes of a roster, as in ``Epoch.changes``
     number: int = 0  # the newest heartbeat's number
     sent: dict[int, float] = field(default_factory=dict)  # when each unanswered heartbeat was sent
     aborted: m.Aborted | None = None  # my newest abort
@@ -176,12 +173,31 @@ class LinkState:
     up: set[int] = field(default_factory=set)  # epochs whose links are up
     silent: set[str] = field(default_factory=set)  # members that this member cannot reach, as far as it knows
     lost_bytes: int = 0  # as in Heartbeat, by the last probe
-    probing: bool = False  # a probe from outside the roster is under way
-    flaps: bool = False  # whether a member was out of reach since this member was last linked
-    next_probe: float = -math.inf
     early: dict[tuple[int, int], list[io.FromPeer]] = field(default_factory=dict)  # by epoch and step
     first_step: int = -1  # the first step of the epoch in force
-    suspect: bool = False  # digests differed: after an eviction for that, do not trust the own state
+
+    def came_up(self, epoch: int, names: Iterable[str]) -> None:
+        """Note that all links of this epoch are up, those to ``names``."""
+        self.up.add(epoch)
+        self.silent.difference_update(names)
+        self.lost_bytes = 0
+
+    def lose(self, epochs: Iterable[int], unreachable: Iterable[str]) -> None:
+        self.up.difference_update(epochs)
+        self.silent.update(unreachable)
+
+    def probed(self, unreachable: set[str], lost_bytes: int) -> bool:
+        """Take the outcome of a probe; return whether it is news."""
+        before = self.silent, self.lost_bytes
+        self.silent, self.lost_bytes = unreachable, lost_bytes
+        return before != (unreachable, lost_bytes)
+
+    def enter(self, epoch: int, first_step: int) -> None:
+        """Forget the links before this epoch, which is in force from now on."""
+        self.first_step, self.up = first_step, {x for x in self.up if x >= epoch}
+
+    def take_early(self, key: tuple[int, int]) -> list[io.FromPeer]:
+        return self.early.pop(key, [])
 
     def keep_early(self, key: tuple[int, int], event: io.FromPeer, floor: int) -> None:
         self.early = {k: v for k, v in self.early.items() if k[0] >= floor}
@@ -203,20 +219,29 @@ class CoreContext:
         self.now = now  # the time of the present event
         self.effects: list[io.Effect] = []  # the effects of the present event so far, in order
         self.stopped = False  # whether the core has stopped: it handles no further event
-        self.noticed = False  # whether this process has notice that it will be killed soon
+        self.noticed_at = math.inf  # when this process got notice that it will be killed soon
+
+    def begin(self, now: float) -> None:
+        self.now, self.effects = now, []
+
+    def notice(self) -> None:
+        self.noticed_at = min(self.noticed_at, self.now)
+
+    def end(self, effect: io.Stop | io.Finish) -> None:
+        self.emit(effect)
+        self.stopped = True
 
     def stop(self, code: int, reason: str, poison: tuple[Poison, ...] = ()) -> None:
-        self.emit(io.Stop(code, reason, poison))
-        self.stopped = True
+        self.end(io.Stop(code, reason, poison))
 
     def leave(self, entry: Member | None) -> None:
         """Stop as a leaving member. ``entry``: this member's entry in the last roster that lists it."""
         if entry is None or not entry.returns:
-            self.stop(RESTART if self.noticed else FINISHED, "drained: the others go on without this replica")
+            why = "drained: the others go on without this replica"
+            self.stop(RESTART if self.noticed_at < math.inf else FINISHED, why)
             return
         reason = f"comes back in the layout {entry.returns}: the others go on meanwhile"
-        self.emit(io.Stop(RESTART, reason, layout=entry.returns))
-        self.stopped = True
+        self.end(io.Stop(RESTART, reason, layout=entry.returns))
 
     def emit(self, effect: io.Effect) -> None:
         self.effects.append(effect)
@@ -233,12 +258,13 @@ class MemberMemory:
 
     def __init__(self, context: CoreContext, state: MemberState) -> None:
         self._context = context
-        self.state = state
+        self.state = replace(state)
         self.kept_gradient = KeptGradient()
         self.waiting = False  # whether the main thread waits for a Compute, Apply, Install, ...
         self.began = state.step  # the step at which this process began
         self.loaded = -1  # the step of the last loaded state: its digest does not prove my own updates
         self.empty = -1  # the newest step that was committed with total weight 0
+        self.suspect = False  # digests differed: after an eviction for that, do not trust the own state
         # The data of the loop's steps now.
         self.plan = context.config.plan or DataPlan(context.identity.micro_batches)
         self.agreed = 0  # the newest epoch in which a state that I updated had another member's digest
@@ -248,14 +274,92 @@ class MemberMemory:
         self.waiting = False
         self._context.emit(effect)
 
-    def take_back(self, plan: DataPlan | None) -> None:
-        """The main thread waits again; ``plan``: the data of the loop's steps from now on, if it changed."""
-        self.waiting = True
-        self.plan = plan or self.plan
+    def compute(self, effect: io.Compute) -> None:
+        """Let the main thread add these micro-batches to the kept gradient."""
+        self.kept_gradient.have |= set(effect.micro_batches)
+        self.kept_gradient.computing = effect.micro_batches
+        self.order(effect)
+
+    def apply(self, effect: io.Apply, gradient_digest: str) -> None:
+        """Let the main thread apply the gradient of a committed step: my state is then at the next step."""
+        self.state = MemberState(self.state.generation, effect.step + 1, "", gradient_digest)
+        if effect.prepared is not None:
+            self.kept_gradient = KeptGradient()
+            self.empty = self.empty if effect.prepared.weight else effect.step
+        self.order(effect)
+
+    def on_ready(self, event: io.Ready) -> None:
+        state = self.state
+        if event.step != state.step:
+            raise IllegalTransition(f"ready for step {event.step} with the state at {state.step}")
+        state.digest, state.later, state.entries = event.digest, event.later, bounded(event.entries)
+        self.waiting, self.plan = True, event.plan or self.plan
+
+    def on_digested(self, event: io.Digested) -> bool:
+        """Take the digest of my state; return whether it was awaited."""
+        state = self.state
+        if not state.later or event.step != state.step:
+            return False
+        state.digest, state.later, state.asked = event.digest, False, False
+        state.entries = bounded(event.entries)
+        return True
+
+    def on_streaming(self, event: io.Streaming) -> None:
+        if event.step == self.state.step and not self.kept_gradient.stale:
+            self.kept_gradient.streaming = self.kept_gradient.weight + event.weight
+
+    def on_computed(self, event: io.Computed) -> bool:
+        """Add to the kept gradient; return whether that gradient is still wanted."""
+        self.waiting, kept = True, self.kept_gradient
+        kept.streaming = 0.0
+        if kept.stale or event.step != self.state.step:
+            self.drop_kept()
+            return False
+        kept.computing = ()
+        if event.weight == 0 and self._context.identity.sharing.policy == "shrink":
+            # These micro-batches contributed nothing (data of another step were discarded): they are skipped.
+            kept.have -= set(event.micro_batches)
+        kept.weight += event.weight
+        for name, value in event.metrics:
+            kept.metrics[name] = kept.metrics.get(name, 0.0) + value
+        return True
+
+    def on_installed(self, event: io.Installed, generation: int) -> None:
+        """Hold the loaded state, which belongs to ``generation``."""
+        self.waiting, self.plan = True, event.plan or self.plan
+        self.state, self.loaded = MemberState(generation, event.step, event.digest), event.step
+
+    def on_loop_left(self) -> None:
+        self.waiting = False
+
+    def adopt(self, generation: int) -> None:
+        """Let my state count in this generation: it is the base, or equals the other members' state."""
+        self.state.generation, self.state.committed_digest = generation, ""
+        self.state.outvoted, self.state.parted = False, ""
 
     def distrust(self) -> None:
         """No other member confirms my state any more: it belongs to no generation."""
         self.state.generation = 0
+
+    def outvote(self) -> None:
+        self.state.outvoted = True
+
+    def doubt(self, parted: str) -> None:
+        """Digests differ; ``parted``: where the members' states do."""
+        self.state.parted, self.suspect = parted, True
+
+    def confirm(self, epoch: int, others_voted: bool) -> None:
+        """All digests of a round of ``epoch`` are equal; ``others_voted``: other members' states have one."""
+        self.suspect = False
+        if others_voted and self.state.step > self.loaded:
+            self.agreed = epoch
+
+    def leave(self) -> None:
+        """Drop the kept gradient, and keep the state unless others may have called it wrong."""
+        self.drop_kept()
+        if self.suspect or self.state.outvoted:
+            self.distrust()
+            self.suspect = False
 
     def drop_kept(self) -> None:
         """Forget the kept gradient: at once, or when the main thread has finished adding to it."""
@@ -288,6 +392,24 @@ class KnownEpochs:
         self.resume: m.Resume | None = None  # the decision of the epoch in force
         self.links = LinkState()
 
+    def learn(self, record: Record) -> None:
+        self.newest = record
+
+    def enter(self, record: Record, first_step: int) -> None:
+        self.current = record
+        self.links.enter(record.epoch, first_step)
+        self._context.emit(io.Switch(record))
+
+    def promise(self, report: m.Report) -> None:
+        """Take no part in older epochs than that of this report."""
+        self.report = report
+
+    def follow(self, decision: m.Resume) -> None:
+        self.resume = decision
+
+    def forget(self) -> None:
+        self.newest = self.current = self.report = None
+
     def enter_mode(self, mode: Mode) -> None:
         if mode not in TRANSITIONS[self.mode]:
             raise IllegalTransition(
@@ -295,6 +417,8 @@ class KnownEpochs:
                 f"at step {self._memory.state.step} in epoch {self.epoch()}"
             )
         self.mode = mode
+        if mode is Mode.OUTSIDE:
+            self.resume = None
 
     def journal(self, kind: str, why: str, about: str = "") -> None:
         """Write a line about my epoch and step into the journal."""
@@ -324,11 +448,6 @@ class KnownEpochs:
     def by_veteran(record: Record, event: io.FromPeer) -> bool:
         member = record.member(event.replica)
         return member is not None and not member.joining and isinstance(event.message, m.Contribution)
-
-    def is_past(self, fence: Fence) -> bool:
-        """Whether I know a newer epoch of the same store."""
-        newest = self.newest
-        return newest is not None and fence.store_id == newest.store_id and fence < newest.fence
 
     def is_at(self, where: Record | Fence, step: int) -> bool:
         return (self._memory.state.generation, self._memory.state.step) == (where.generation, step)

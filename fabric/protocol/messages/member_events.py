@@ -264,7 +264,8 @@ class Tick:
     """Time passed."""
 
 
-Event = (
+# The events that each rank of a replica has.
+RankEvent = (
     Ready
     | Digested
     | Streaming
@@ -278,22 +279,16 @@ Event = (
     | LoopRaised
     | Linked
     | LinkFailed
-    | LinkLost
-    | Probed
     | Exchanged
     | ExchangeFailed
-    | FromPeer
-    | FromLeader
-    | LeaderConnected
-    | LeaderLost
     | StateFetched
     | FetchFailed
     | GradientFetched
     | GradientGone
     | Snapshotted
-    | RingWaitsFor
-    | Tick
 )
+MessageEvent = FromPeer | FromLeader | LeaderConnected | LeaderLost
+Event = RankEvent | MessageEvent | LinkLost | Probed | RingWaitsFor | Tick
 
 # --- effects: messages --------------------------------------------------------------------------------
 
@@ -488,11 +483,9 @@ class ClaimAbove:
     incarnation: int
 
 
-Effect = (
-    SendPeer
-    | SendLeader
-    | LinkUp
-    | Probe
+# The effects that each rank of a replica performs.
+RankEffect = (
+    LinkUp
     | Switch
     | StartExchange
     | AbortExchange
@@ -509,6 +502,7 @@ Effect = (
     | FetchGradient
     | CancelFetch
     | RetainGradients
-    | WriteJournal
-    | ClaimAbove
 )
+# The effects that rank 0 performs for its replica.
+ReplicaEffect = SendPeer | SendLeader | Probe | WriteJournal | ClaimAbove
+Effect = RankEffect | ReplicaEffect

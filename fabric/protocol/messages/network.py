@@ -85,7 +85,6 @@ class Epoch:
     """A committed record. The leader announces it to every replica with a session."""
 
     record: Record
-    changes: bool = False  # this leader understands ``RequestRoster`` and ``Report.round_lacked``
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +117,8 @@ class Resume:
     table: tuple[Assignment, ...]  # the receiver's row alone; a member without a row computes nothing more
     commit_digest: str = ""  # a member one step behind with a gradient of this digest commits it first
     reason: str = ""
-    # No member has begun ``step``, and the leader does not know its micro-batches: the table is empty, and
-    # each member divides the step among the roster without ``idle``.
+    # No member has begun ``step``: the table is empty, and each divides the step among the roster without
+    # ``idle``.
     undivided: bool = False
     idle: tuple[str, ...] = ()
 
@@ -226,24 +225,25 @@ class OpenSession:
     spare: bool = False  # the replica contributes only while a member is missing
     # The parameters in order, for people: "name dtype[shape]"; empty: too many to send.
     tensors: tuple[str, ...] = ()
-    roster: str = ""  # digest of the newest roster I hold; empty: an older version, without RosterDelta
+    roster: str = ""  # digest of the newest roster that the sender holds; empty: it holds none
     plane: str = ""  # how members exchange gradients (host, device, nccl); empty: not said
     durable: tuple[SnapshotRef, ...] = ()  # complete durable checkpoints that it can load, oldest first
     # Earlier incarnations on this host that have ended by the kernel's evidence, newest first.
     predecessors: tuple[Int64, ...] = ()
     secret: str = ""  # known to this process and the lighthouse: no other process can send in its name
-    autonomy_s: float = 0.0  # how long it may commit without a lighthouse's answer; 0: an older version
+    autonomy_s: float = 0.0  # how long it may commit without a lighthouse's answer
     # The job's end, which an earlier process on this host reached without a lighthouse.
     ended: JobEnd | None = None
     rack: str = ""  # as in ``Member.rack``
     stores: bool = True  # as in ``Member.stores``
-    adapt: str = ""  # the job's mode against slow replicas: "off", "advise" or "act"; empty: an older version
+    adapt: str = ""  # the job's mode against slow replicas: "off", "advise" or "act"; empty: off
     cuts: str = ""  # as in ``Member.cuts``
     launched: LaunchedLayouts = NOT_LAUNCHED
     known_generation: Int64 = 0  # the newest that the sender knows; its state may belong to none
     began: Int64 = 0  # the step at which the process began, before it loaded any state
-    store_id: str = ""  # the store of the newest epoch that the sender knows; empty: an older version
+    store_id: str = ""  # the store of the newest epoch that the sender knows; empty: it knows none
     replay_steps: Int64 = 0  # the most gradients with fewer bytes than its servers' snapshots; 0: not said
+    serves: tuple[str, ...] = ()  # the newcomers for which it keeps gradients, as an earlier leader asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class Heartbeat:
     empty: Int64 = -1  # the newest step that was committed with total weight 0
     unreachable: tuple[str, ...] = ()  # members that I cannot reach; sent from outside the roster
     lost_bytes: Int64 = 0  # small messages reach all of ``unreachable``, this size does not
-    micro_batches: Int64 = 0  # the number of micro-batches in a step now; 0: an older version
+    micro_batches: Int64 = 0  # the number of micro-batches in a step now; 0: as in OpenSession
     noticed: bool = False  # this process has notice that it will be killed soon
     saved: bool = False  # it has stopped at ``step``, and this state is in durable storage
     saves: bool = False  # it saves the state for all, or has saved it
@@ -317,19 +317,17 @@ class Report:
     digest: str
     round_epoch: Int64  # the epoch of the newest round that the sender entered; 0: none
     round_step: Int64
-    round_roster: tuple[str, ...]
+    round_lacked: tuple[str, ...]  # the members of this epoch that were not in that round
     prepared: bool  # whether the sender has prepared the newest round that it entered
     gradient_digest: str
     have: tuple[Int64, ...]  # the micro-batches of ``step`` in my kept gradient
+    plan: DataPlan  # the data of the sender's steps, without words
     committed_digest: str = ""  # the digest of the gradient that led to ``step``; empty: none did
-    # The members of this epoch that the round lacked; None: ``round_roster`` holds the round's members.
-    round_lacked: tuple[str, ...] | None = None
     # A vote named another digest than mine, and no majority has my digest: no member can commit the round.
     disputed: bool = False
     outvoted: bool = False  # in one of my rounds most members named another state digest at ``step``
     unconfirmed: bool = False  # since my admission no state that I updated equalled another member's
     parted: str = ""  # where the members' states differed in that round, for people
-    plan: DataPlan | None = None  # the data of the sender's steps, without words; None: an older version
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,21 +348,12 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaken:
-    """My checkpoint server holds the snapshot that the leader asked for on behalf of ``joiner``."""
+    """My answer to TakeSnapshotFor: the digest of the snapshot that my checkpoint server holds."""
 
     fence: Fence
     joiner: str
     step: Int64
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotMissed:
-    """I was past ``step`` when TakeSnapshotFor came, or could not snapshot."""
-
-    fence: Fence
-    joiner: str
-    step: Int64
+    digest: str  # empty: I was past ``step`` when TakeSnapshotFor came, or could not take the snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +383,6 @@ MemberMessage = (
     | RequestRoster
     | RequestState
     | SnapshotTaken
-    | SnapshotMissed
     | Finished
     | CannotContinue
     | LoopFailed

@@ -31,26 +31,7 @@ class NameSnapshot:
     durable: bool = False  # the snapshot becomes a durable checkpoint too
 
 
-RankEffect = (
-    io.LinkUp
-    | io.Switch
-    | io.StartExchange
-    | io.AbortExchange
-    | io.Compute
-    | io.DropGradient
-    | io.Apply
-    | io.Publish
-    | io.Install
-    | io.TellDigest
-    | io.TakeSnapshot
-    | io.Finish
-    | io.Stop
-    | io.FetchState
-    | io.FetchGradient
-    | io.CancelFetch
-    | io.RetainGradients
-    | NameSnapshot
-)
+RankEffect = io.RankEffect | NameSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +59,7 @@ class RankLost:
     why: str
 
 
-RankEvent = (
-    io.Ready
-    | io.Digested
-    | io.Streaming
-    | io.Computed
-    | io.Installed
-    | io.InstallFailed
-    | io.Closing
-    | io.Busy
-    | io.Noticed
-    | io.Saved
-    | io.LoopRaised
-    | io.Linked
-    | io.LinkFailed
-    | io.Exchanged
-    | io.ExchangeFailed
-    | io.StateFetched
-    | io.FetchFailed
-    | io.GradientFetched
-    | io.GradientGone
-    | io.Snapshotted
-    | SnapshotNamed
-    | SnapshotDue
-    | RankLost
-)
+RankEvent = io.RankEvent | SnapshotNamed | SnapshotDue | RankLost
 # The part of a command for one rank alone: the link and the server of each member, or the URLs of a fetch.
 Own = tuple[str, ...]
 
@@ -359,11 +316,6 @@ def addresses_by_rank(record: Record, size: int) -> tuple[Own, ...]:
             )
         columns.append([(a.link, a.ckpt.partition("#")[0]) for a in x.addresses[:size]])
     return tuple(tuple(part for address in row for part in address) for row in zip(*columns, strict=True))
-
-
-def without_own(record: Record) -> Record:
-    """Return the part of ``record`` that is the same for every rank."""
-    return replace(record, roster=tuple(replace(x, link="", ckpt="", ranks=()) for x in record.roster))
 
 
 def with_own(effect: Any, own: Own) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from fabric.model import Member, Record
 from fabric.protocol.messages.network import Assignment, Report, Resume
-from fabric.protocol.rules.assignment import Work, hand_round, share_out, widened
+from fabric.protocol.rules.assignment import Work, hand_round, widened
 
 # A reason names at most this many members, and counts the others.
 _NAMED = 16
@@ -37,51 +37,21 @@ class Undecidable:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkByStep:
-    """The work of each step, as the reports know it: data may change with the step."""
-
-    record: Record
-    reports: Mapping[str, Report]
-    micro_batches: int  # of a member of an older version
-
-    def at(self, step: int) -> Work | None:
-        """The work of ``step``; None where no member knows it, so that none has begun it."""
-        plans = [report.plan for report in self.reports.values()]
-        numbers = [plan.micro_batches for plan in plans if plan is not None and plan.covers(step)]
-        if not numbers and all(plan is not None for plan in plans):
-            return None
-        return Work(numbers[0] if numbers else self.micro_batches, self.record.sharing)
-
-    def undivided(
-        self, step: int, able: Sequence[Member], digest: str = "", reason: str = "", drop: bool = False
-    ) -> Resume:
-        """Let the ``able`` divide ``step`` when their loops come to it."""
-        roster = self.record.roster
-        names = {member.replica for member in (widened(self.record.sharing, roster, able) if able else ())}
-        idle = tuple(member.replica for member in roster if member.replica not in names)
-        table = tuple(Assignment(member.replica, (), drop=True) for member in roster) if drop else ()
-        return Resume(self.record.fence, step, table, digest, reason, undivided=True, idle=idle)
-
-
 Decision = Resume | Evict | Undecidable
 
 
-def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) -> Decision:
+def decide(record: Record, reports: Mapping[str, Report]) -> Decision:
     """Decide forced epoch ``record.epoch`` from the reports of all its members.
 
-    ``micro_batches`` is their number in a step for members of an older version, whose reports do not say it.
     Raise KeyError when a member's report is missing.
     """
-    work = WorkByStep(record, reports, micro_batches)
-    if record.cold == record.epoch:
-        return _cold(record, work)
     by_name = {m.replica: reports[m.replica] for m in record.roster}
     # The report of a newcomer that never held a state of this generation does not count.
     valid = {r: x for r, x in by_name.items() if x.state_generation == record.generation}
-    if not valid:
-        # No member has begun this generation yet, so none can have committed a step in it.
-        return _cold(record, work)
+    if record.cold == record.epoch or not valid:
+        # No member has begun this generation yet, so none can have committed a step in it. Each drops what
+        # it has kept.
+        return _undivided(record, record.base.step, record.roster, reason="cold start")
     split = _outvoted(record, valid) or _digest_split(record, valid)
     if split is not None:
         return split
@@ -91,17 +61,23 @@ def decide(record: Record, reports: Mapping[str, Report], micro_batches: int) ->
         digests = {name: w.gradient_digest for name, w in witnesses.items()}
         split = _minority(record, valid, digests, f"the reduced gradient of step {newest}")
         if split is not None or not any(w.disputed for w in witnesses.values()):
-            return split or _commit(record, witnesses, newest, work)
-    return _redo(record, valid, newest, work)
+            return split or _commit(record, witnesses, newest)
+    return _redo(record, valid, newest)
 
 
-def _cold(record: Record, work: WorkByStep) -> Resume:
-    step, of_step = record.base.step, work.at(record.base.step)
-    if of_step is None:
-        return work.undivided(step, record.roster, reason="cold start", drop=True)
-    shares = share_out(of_step, record.roster, record.roster, record.poisoned(step))
-    table = tuple(Assignment(name, ids, drop=True) for name, ids in shares.items())
-    return Resume(record.fence, step, table, reason="cold start")
+def _undivided(
+    record: Record, step: int, able: Sequence[Member], digest: str = "", reason: str = ""
+) -> Resume:
+    """Let the ``able`` divide ``step``, which no member has begun, when their loops come to it."""
+    able = widened(record.sharing, record.roster, able) if able else ()
+    names = {member.replica for member in able}
+    idle = tuple(member.replica for member in record.roster if member.replica not in names)
+    return Resume(record.fence, step, (), digest, reason, undivided=True, idle=idle)
+
+
+def micro_batches_of(reports: Mapping[str, Report], step: int) -> int | None:
+    """The number of micro-batches of ``step``; None where no member knows it, so that none has begun it."""
+    return next((x.plan.micro_batches for x in reports.values() if x.plan.covers(step)), None)
 
 
 def _counts(report: Report, record: Record) -> bool:
@@ -122,32 +98,23 @@ def _witnesses(record: Record, reports: Mapping[str, Report], step: int) -> dict
     if not entered:
         return {}
     newest = max(entered, key=lambda x: x.round_epoch)
-    names = frozenset(newest.round_roster)  # the members of this epoch that were in that round
-    if newest.round_lacked is not None:
-        names = frozenset(record.names) - frozenset(newest.round_lacked)
     return {
         name: x if x.round_epoch == newest.round_epoch else replace(x, prepared=False)
         for name, x in reports.items()
-        if name in names
+        if name not in newest.round_lacked
     }
 
 
-def _commit(record: Record, witnesses: Mapping[str, Report], step: int, work: WorkByStep) -> Resume:
+def _commit(record: Record, witnesses: Mapping[str, Report], step: int) -> Resume:
     """Commit the newest round, which all its members have prepared, and go on with the next step."""
-    able = widened(record.sharing, record.roster, [m for m in record.roster if m.replica in witnesses])
-    digest = next(iter(witnesses.values())).gradient_digest
     names = sorted(witnesses)
     who = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} members"
-    reason = f"all of {who} have prepared step {step}"
-    of_step = work.at(step + 1)
-    if of_step is None:
-        return work.undivided(step + 1, able, digest, reason)
-    shares = share_out(of_step, record.roster, able, record.poisoned(step + 1))
-    table = tuple(Assignment(m.replica, shares.get(m.replica, ())) for m in record.roster)
-    return Resume(record.fence, step + 1, table, digest, reason)
+    able = [m for m in record.roster if m.replica in witnesses]
+    digest = witnesses[names[0]].gradient_digest
+    return _undivided(record, step + 1, able, digest, f"all of {who} have prepared step {step}")
 
 
-def _redo(record: Record, reports: Mapping[str, Report], step: int, work: WorkByStep) -> Resume:
+def _redo(record: Record, reports: Mapping[str, Report], step: int) -> Resume:
     """Redo round ``step``. Members that can compute get the micro-batches that are in no kept gradient of it.
 
     No member gets poison.
@@ -173,11 +140,12 @@ def _redo(record: Record, reports: Mapping[str, Report], step: int, work: WorkBy
         taken |= kept
         load[member.replica] = len(kept)
     able = [m for m in record.roster if m.replica in load]
-    of_step = work.at(step)
-    if of_step is None:
-        return work.undivided(step, able, digest, f"step {step} is redone, and no member has begun it")
-    missing = set(range(of_step.micro_batches)) - taken - record.poisoned(step)
-    extra = hand_round(of_step, record.roster, able, missing, load) if able else {}
+    count = micro_batches_of(reports, step)
+    if count is None:
+        return _undivided(record, step, able, digest, f"step {step} is redone, and no member has begun it")
+    missing = set(range(count)) - taken - record.poisoned(step)
+    work = Work(count, record.sharing)
+    extra = hand_round(work, record.roster, able, missing, load) if able else {}
     changed = sum(len(ids) for ids in extra.values())
     table = tuple(
         Assignment(m.replica, extra.get(m.replica, ()), drop=m.replica in dropped) for m in record.roster

@@ -270,7 +270,11 @@ def _cut(replica: str, name: str, held: Mapping[int, HeldParameter]) -> _Cut:
                 f"{name} is {first.whole} at rank {first_rank} of {replica} and {parameter.whole} at rank "
                 f"{rank}: give parameters of different pipeline stages different names"
             )
-        if not _is_inside(parameter):
+        begin, sizes = parameter.region.begin, parameter.region.sizes
+        if not len(begin) == len(sizes) == len(parameter.shape) or not all(
+            at >= 0 and size >= 0 and at + size <= length
+            for at, size, length in zip(begin, sizes, parameter.shape, strict=True)
+        ):
             raise ConfigError(
                 f"rank {rank} of {replica} describes a part of {name} that lies outside of {first.whole}: "
                 "describe it by its offset and its sizes in the whole"
@@ -282,16 +286,6 @@ def _cut(replica: str, name: str, held: Mapping[int, HeldParameter]) -> _Cut:
     parts.sort(key=lambda part: part.region.begin)
     without = tuple(rank for rank, parameter in held.items() if not parameter.region.elements)
     return _Cut(first.dtype, first.shape, tuple(parts), without)
-
-
-def _is_inside(parameter: HeldParameter) -> bool:
-    region, shape = parameter.region, parameter.shape
-    if not len(region.begin) == len(region.sizes) == len(shape):
-        return False
-    return all(
-        at >= 0 and size >= 0 and at + size <= length
-        for at, size, length in zip(region.begin, region.sizes, shape, strict=True)
-    )
 
 
 def _check_parts(replica: str, parameter: HeldParameter, ranks: Mapping[TensorRegion, list[int]]) -> None:

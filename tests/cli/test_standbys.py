@@ -31,7 +31,7 @@ launcher.send(b"ready")
 print(launcher.recv(65536).decode(), flush=True)
 launcher.send(b"begins")
 launcher.close()
-time.sleep(1000)
+sys.stdin.read()  # until the test's end
 """
 ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
 
@@ -50,7 +50,13 @@ def start(standbys, **environment) -> "subprocess.Popen[bytes]":
     def spawn(variables, inherited):
         command = [sys.executable, "-S", "-c", PLAYED]
         found.append(
-            subprocess.Popen(command, env=dict(variables), pass_fds=inherited, stdout=subprocess.PIPE)
+            subprocess.Popen(
+                command,
+                env=dict(variables),
+                pass_fds=inherited,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
         )
         return found[0]
 

@@ -19,6 +19,8 @@ the same stall is therefore also printed against the median undisturbed step of 
 
 The first fault comes after eight steps, because the first steps are longer (printed).
 
+Each replica has a standby, as under `fabric launch`, before it is killed.
+
 A join is what the two others' steps take, from the start of a killed replica's new process to its first
 contribution, over their median undisturbed step as two. Every kill is followed by a join.
 
@@ -65,6 +67,7 @@ class Disturbance:
         self.fleet = fleet
         self.faults: list[InjectedFault] = []
         self.provoked: dict[str, tuple[float, float]] = {}
+        self.standing_by: list[tuple[float, float]] = []
         self.chance = random.Random(SEED)
         self._began = time.monotonic()
 
@@ -98,6 +101,9 @@ class Disturbance:
     def fault(self, kind: str, mode: str = "timer") -> None:
         """Kill or stop somebody at a random phase of a step, and bring the replica back after a while."""
         fleet = self.fleet
+        begun = time.monotonic()
+        fleet.stand_by()
+        self.standing_by.append((begun, time.monotonic()))
         self.settle(len(REPLICAS), UNDISTURBED_STEPS)
         victim, phase = self.chance.choice(REPLICAS), self.chance.random()
         steps = fleet.steps(next(name for name in REPLICAS if name != victim))
@@ -196,7 +202,8 @@ def joins_alone(count: int) -> None:
         for _ in range(count):
             disturbance.fault("kill")
         disturbance.settle(len(REPLICAS), UNDISTURBED_STEPS)
-        record = RunRecord(fleet, disturbance.faults, [])
+        record = RunRecord(fleet, disturbance.faults, disturbance.standing_by)
+    tell_standbys(record, disturbance)
     tell_calm(record)
     tell_joins(record)
     faults_joins.tell_phases(record, disturbance.faults, used)
@@ -221,7 +228,7 @@ def past_restored_stores(count: int) -> None:
                 "the epoch above those that members know",
             )
             disturbance.fault("kill")
-        record = RunRecord(fleet, disturbance.faults, [])
+        record = RunRecord(fleet, disturbance.faults, disturbance.standing_by)
     record.faults[:] = record.faults[1::2]
     tell_faults(record)
     kills = stalls(record, "kill")
@@ -258,7 +265,8 @@ def everything() -> None:
         disturbance.provoke()
         if disturbance.elapsed < CPU_UNTIL_S:
             disturbance.with_cpu()
-        record = RunRecord(fleet, disturbance.faults, list(disturbance.provoked.values()))
+        disturbed = [*disturbance.provoked.values(), *disturbance.standing_by]
+        record = RunRecord(fleet, disturbance.faults, disturbed)
         elapsed = disturbance.elapsed
     result = report(record, disturbance)
     if importlib.util.find_spec("torchft") is None:
@@ -350,6 +358,20 @@ def tell_faults(record: RunRecord) -> None:
         ["fault", "stall", "as two", "inherited", "repeated", "evicting", "stored", "aborted", "told"],
         rows,
     )
+
+
+def tell_standbys(record: RunRecord, disturbance: Disturbance) -> None:
+    """Print what the imports of standbys cost the steps beside them."""
+    calm = statistics.median(record.calm("timer", len(REPLICAS)))
+    ratios = [
+        seconds / calm
+        for name in REPLICAS
+        for seconds, step in durations(record.steps[name])
+        if any(begun < step["end"] <= end for begun, end in disturbance.standing_by)
+    ]
+    seconds = statistics.median(end - begun for begun, end in disturbance.standing_by)
+    ratio = f"{statistics.median(ratios):.2f}" if ratios else "none"
+    common.say(f"standbys: {seconds:.1f} s until they wait; steps meanwhile over undisturbed ones: {ratio}")
 
 
 def tell_calm(record: RunRecord) -> None:

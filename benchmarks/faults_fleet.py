@@ -8,10 +8,15 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from fleet import Fleet
+
+from fabric.cli.launch.standbys import Standbys
+from fabric.cli.run import STANDBY_NAME
 
 HERE = Path(__file__).resolve().parent
 JOB = "faults"
@@ -48,14 +53,36 @@ class FaultFleet(Fleet):
         super().__init__(str(HERE / "faults_trainer.py"), len(REPLICAS), {"FABRIC_JOB": JOB})
         self._steps = {name: AppendedLines(self.folder / f"{name}.steps") for name in REPLICAS}
         self._journals = {name: AppendedLines(self.folder / f"{name}.journal") for name in REPLICAS}
+        self._standbys = {name: Standbys() for name in REPLICAS}
         self._events: list[dict[str, Any]] = []  # of lighthouses that were stopped
         self.mode("timer")
 
     def begin(self, name: str) -> float:
         """Start a trainer, or its next process; return the monotonic time of the start."""
         began = time.monotonic()
-        self.start(name, FABRIC_JOURNAL=str(self.folder / f"{name}.journal"), FAULTS_DIR=str(self.folder))
+        environment = self._environment_of(name)
+        process = self._standbys[name].take(0, environment)
+        self.trainers[name] = process or self.start_program(name, environment)
         return began
+
+    def stand_by(self) -> None:
+        """Start the standby of each trainer that has none, as a launcher does, and wait until all wait."""
+        for name, standbys in self._standbys.items():
+            if not standbys.pids:
+                standbys.start(0, self._environment_of(name), partial(self.start_program, name))
+        pids = [pid for standbys in self._standbys.values() for pid in standbys.pids]
+        self.wait(lambda: all(map(stands_by, pids)), "the standbys")
+
+    def _environment_of(self, name: str) -> dict[str, str]:
+        journal = str(self.folder / f"{name}.journal")
+        return self.environment_of(name, FABRIC_JOURNAL=journal, FAULTS_DIR=str(self.folder))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for standbys in self._standbys.values():
+            standbys.close()
+        super().__exit__(kind, error, trace)
 
     def signal(self, name: str, number: signal.Signals) -> float:
         """Send a signal to a trainer; return the monotonic time of the signal."""
@@ -129,6 +156,11 @@ class FaultFleet(Fleet):
             if time.monotonic() > end:
                 self.fail(f"waited {deadline_s:g} s for {what}")
             time.sleep(POLL_S)
+
+
+def stands_by(pid: int) -> bool:
+    """Whether this process is a standby that has imported torch."""
+    return Path(f"/proc/{pid}/comm").read_text().strip() == STANDBY_NAME
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -5,6 +5,8 @@ server and a folder of its own. r1's head host, r0 and the lighthouse share a ne
 host and the spare hosts share a second one. A wait in each sample stands for the device. Each round has two
 jobs, one with a tiny model and one with a state of 1 GB:
 
+Faults come once every host has its standbys.
+
 - *start*: from the start of r1's launchers to its first contribution, while r0 waits, without any state;
 - *rank* (tiny model): SIGKILL to rank 0 of r1, until its next process contributes;
 - *host*: SIGKILL to all of r1's other host while a spare host stands by, until r1 contributes. The *stall*
@@ -25,6 +27,7 @@ from pathlib import Path
 
 import common
 import faults_unequal
+from faults_fleet import stands_by
 from job import Zygote
 from namespaces import ADDRESSES, Cable
 from test_hosts import Hosts
@@ -69,8 +72,18 @@ class HostsJob:
         self.job.wait_for(times, "a contribution of r1", faults_unequal.PATIENCE_S)
         return times()[0]
 
+    def _wait_for_standbys(self) -> None:
+        """Wait until each launcher's child stands by, which it starts some time after its ranks."""
+        living = [x.pid for x in self.job.launchers.values() if x.poll() is None]
+
+        def all_stand_by() -> bool:
+            return all(any(map(stands_by, children_of(pid))) for pid in living)
+
+        self.job.wait_for(all_stand_by, "the standbys", faults_unequal.PATIENCE_S)
+
     def kill_rank(self) -> float:
         """Kill rank 0 of r1; return the seconds until r1 contributes again."""
+        self._wait_for_standbys()
         faults_unequal.settle(self.job)
         killed = time.monotonic()
         os.kill(self.job.pid("r1", 0), signal.SIGKILL)
@@ -84,6 +97,7 @@ class HostsJob:
         self._hosts.start(spare, 1, "--node", "spare")
         log = self.job.folder / f"{spare}.log"
         self.job.wait_for(lambda: "stands by" in log.read_text(), f"{spare} to stand by")
+        self._wait_for_standbys()
         lost: list[float] = []
 
         def lose() -> None:
@@ -96,6 +110,11 @@ class HostsJob:
         committed = max(x["step"] + 1 for journal in journals for x in journal if x["mono"] < at)
         resumed = next(x["step"] for x in self.job.events("r0", "resume") if x["mono"] > at)
         return self._contributed(at) - at, stall, max(0, committed - resumed)
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process with one thread that starts any."""
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -78,7 +79,12 @@ class Fleet:
 
     def start(self, replica: str, **more: str) -> "subprocess.Popen[bytes]":
         """Start (or restart) one trainer: this script with ``--member``, its output in ``{replica}.log``."""
-        environment = {
+        self.trainers[replica] = self.start_program(replica, self.environment_of(replica, **more))
+        return self.trainers[replica]
+
+    def environment_of(self, replica: str, **more: str) -> dict[str, str]:
+        """Return the environment of one trainer, with ``more`` variables."""
+        return {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "FABRIC_REPLICA": replica,
@@ -90,11 +96,15 @@ class Fleet:
             **self._environment,
             **more,
         }
+
+    def start_program(
+        self, replica: str, environment: Mapping[str, str], inherited: tuple[int, ...] = ()
+    ) -> "subprocess.Popen[bytes]":
+        """Start a process of the script, which inherits these descriptors."""
+        command = [*self.inside(replica), sys.executable, "-m", "fabric.cli.main", "run"]
+        command += [self._script, "--member"]
         with (self.folder / f"{replica}.log").open("ab") as log:
-            command = [*self.inside(replica), sys.executable, "-m", "fabric.cli.main", "run"]
-            command += [self._script, "--member"]
-            self.trainers[replica] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        return self.trainers[replica]
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=inherited)
 
     def results(self, deadline_s: float) -> dict[str, Any]:
         """Wait until every trainer has ended well; return each replica's output in BENCHMARK_OUT."""

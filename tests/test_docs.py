@@ -20,6 +20,7 @@ NOT_DOCUMENTED = {
     "FABRIC_LAUNCH_STOP_S",  # tells a trainer how long its launcher waits after SIGTERM
     "FABRIC_LAUNCH_RESTARTS",  # tells the injector of a drill how often a launcher starts its process again
     "FABRIC_LAYOUT_ORDERS",  # tells a trainer the descriptor of its launcher's orders
+    "FABRIC_STANDBY",  # tells a standby the socket to its launcher
     "FABRIC_LAUNCH_MARK",  # marks the processes of one launcher
     "FABRIC_GUARD_MARK",  # marks the processes that a demo or a drill started, so that it ends no others
 }

@@ -3,7 +3,10 @@
 import functools
 import gc
 import importlib
+import json
+import math
 import runpy
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -14,12 +17,19 @@ import click
 from fabric.errors import FabricError
 from fabric.exit_codes import DEVICE_FAILED, FAILED
 from fabric.runtime.config import refuse_unknown_variables, settings
-from fabric.runtime.priority import run_low_priority
-from fabric.runtime.process_environment import LAUNCH_MARK, process_environment
+from fabric.runtime.priority import IDLE, LowPriorityRunner, run_low_priority
+from fabric.runtime.process_environment import (
+    LAUNCH_MARK,
+    add_to_environment,
+    process_environment,
+    take_standby_socket,
+)
 
 # The longest time that a start waits for a lighthouse's status of the job.
 _LOOK_S = 2.0
 ADOPT = "--adopt"
+STANDBY_NAME = "fabric-standby"
+_MAX_WORD = 1 << 16  # bytes of what a launcher tells a standby
 _INTERRUPTED = 130  # as a shell shows a program that Ctrl-C has ended
 
 
@@ -46,6 +56,8 @@ def run_program(words: list[str]) -> None:
     """Run the script ``words[0]``, or the module after ``-m``, with the other words as its arguments. Its
     exceptions pass through. ``--adopt`` may come first."""
     adopts, words = words[:1] == [ADOPT], words[words[:1] == [ADOPT] :]
+    if (standby := take_standby_socket()) is not None:
+        _stand_by(standby)
     try:
         refuse_unknown_variables()
         failed = why_refused()
@@ -54,10 +66,9 @@ def run_program(words: list[str]) -> None:
     if failed:
         sys.stderr.write(f"fabric: {failed}\n")
         raise SystemExit(FAILED)
-    # Numpy starts threads when it is imported, and numpy's threads keep the priority that they start with.
-    importlib.import_module("numpy")
     try:
-        _import()
+        if standby is None:
+            _import()
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None
     try:
@@ -166,14 +177,36 @@ def _ask() -> str:
     )
 
 
-def _import() -> None:
+def _import(at_low_priority: LowPriorityRunner = run_low_priority) -> None:
     """Import the modules that take most of a trainer's first seconds."""
+    # Numpy starts threads when it is imported, and numpy's threads keep the priority that they start with.
+    importlib.import_module("numpy")
     gc.disable()  # nearly all objects of an import stay: the collector would take a fifth of the time
     for name in ("torch", "fabric.client"):
-        run_low_priority(functools.partial(importlib.import_module, name))
+        at_low_priority(functools.partial(importlib.import_module, name))
     torch = importlib.import_module("torch")
     # A process's first optimizer imports torch's compiler, which takes as long as torch itself.
-    run_low_priority(lambda: torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1))
+    at_low_priority(lambda: torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1))
     # Some 300,000 objects: the garbage collector and the searches of all living objects need not see them.
     gc.freeze()
     gc.enable()
+
+
+def _stand_by(descriptor: int) -> None:
+    """Import what every script needs, in processor time that nobody wants; return when this is a rank.
+
+    ``descriptor``: the socket to the launcher, which sends the rank's own variables. The launcher's end ends
+    this process.
+    """
+    _import(LowPriorityRunner(IDLE, math.inf))
+    shown = Path("/proc/self/comm")  # the name that tools such as ps and top show
+    name = shown.read_text().strip()
+    with socket.socket(fileno=descriptor) as launcher:
+        shown.write_text(STANDBY_NAME)
+        launcher.send(b"ready")
+        word = launcher.recv(_MAX_WORD)
+        if not word:
+            raise SystemExit
+        shown.write_text(name)
+        add_to_environment(json.loads(word))
+        launcher.send(b"begins")

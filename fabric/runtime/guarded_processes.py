@@ -24,7 +24,9 @@ from fabric.runtime.process_environment import LAUNCH_MARK, own_program, start_h
 
 
 class MarkedProcesses:
-    """The processes with ``name=mark`` in their environment, or in one of ``sessions``, which may be set.
+    """The processes with ``name=mark`` in their environment, or in one of ``sessions``, but not ``spared``.
+
+    Both may be set.
 
     A process group does not hold all descendants: some begin a session of their own. A signal goes through a
     pidfd, which is opened before the mark is checked. So the signal never hits another process to which the
@@ -35,6 +37,7 @@ class MarkedProcesses:
         self._entry = f"{name}={mark}".encode()
         # A process that writes its own title may overwrite its environment, but stays in its session.
         self.sessions: frozenset[int] = frozenset()
+        self.spared: frozenset[int] = frozenset()  # pids of children that have not been waited for
 
     def living(self) -> list[int]:
         """The pids of all these processes, zombies excepted."""
@@ -79,6 +82,8 @@ class MarkedProcesses:
                     os.close(descriptor)
 
     def _is_ours(self, pid: int) -> bool:
+        if pid in self.spared:
+            return False
         # The environment of a zombie is empty, and that of another user's process cannot be read.
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()

@@ -12,6 +12,7 @@ from typing import TypeVar
 # tenth. At 10 the fetch of a joining member on a crowded host would hardly move, and it would never catch up.
 BACKGROUND = 5
 LOW_PRIORITY = 10
+IDLE = 19  # for work that nobody waits for
 # A host is crowded where low-priority work has waited this long for a processor, in all of a process. Its
 # further waits would cost a join more than they spare the others.
 _MOST_WAIT_S = 2.0
@@ -29,18 +30,19 @@ def lower_priority(niceness: int = BACKGROUND) -> None:
 class LowPriorityRunner:
     """Runs work at low priority; only the caller waits for its end.
 
-    Each call gets a thread of niceness ``LOW_PRIORITY`` that ends with it. A thread cannot raise its priority
-    again, so no thread that is needed later may do such work. On a crowded host, where the work would take
-    for ever, the caller does it. So divide long work into several calls.
+    Each call gets a thread of ``niceness`` that ends with it. A thread cannot raise its priority again, so no
+    thread that is needed later may do such work. On a crowded host, where the work has waited for
+    ``most_wait_s`` and might take for ever, the caller does it. So divide long work into several calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, niceness: int = LOW_PRIORITY, most_wait_s: float = _MOST_WAIT_S) -> None:
+        self._niceness, self._most_wait_s = niceness, most_wait_s
         self._waited_s = 0.0
 
     @property
     def crowded(self) -> bool:
         """Whether low-priority work has waited for too long so far."""
-        return self._waited_s > _MOST_WAIT_S
+        return self._waited_s > self._most_wait_s
 
     def __call__(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` and return its result, or raise its error; the calling thread waits."""
@@ -49,7 +51,7 @@ class LowPriorityRunner:
         future: Future[_T] = Future()
 
         def run() -> None:
-            lower_priority(LOW_PRIORITY)
+            lower_priority(self._niceness)
             try:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001  (raised in the caller's thread)

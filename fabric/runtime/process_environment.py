@@ -18,6 +18,8 @@ LAUNCH_RESTARTS = "FABRIC_LAUNCH_RESTARTS"
 LAUNCH_STOP_S = "FABRIC_LAUNCH_STOP_S"
 # A launcher sets this variable to the descriptor over which it offers layouts and takes orders.
 LAYOUT_ORDERS = "FABRIC_LAYOUT_ORDERS"
+# A launcher sets this variable in a standby to the socket between them, as number and inode: 7 socket:[4711].
+STANDBY = "FABRIC_STANDBY"
 # Kubernetes, Slurm and torchrun leave a process this many seconds after SIGTERM, unless configured otherwise.
 _STOP_S = 30.0
 
@@ -66,6 +68,20 @@ def stop_s() -> float:
 def outliving_environment() -> dict[str, str]:
     """Return the environment of a process that outlives this launcher: without the launcher's mark."""
     return {name: value for name, value in os.environ.items() if name != LAUNCH_MARK}
+
+
+def take_standby_socket() -> int | None:
+    """Return the number of a standby's socket, None in another process, and forget it."""
+    socket = os.environ.pop(STANDBY, None)
+    return None if socket is None else int(socket.split()[0])
+
+
+def is_standby(pid: int, environment: Mapping[str, str]) -> bool:
+    """Whether process ``pid``, which started with ``environment``, is a standby and not a rank yet."""
+    number, _, inode = environment.get(STANDBY, "").partition(" ")
+    with contextlib.suppress(OSError):
+        return bool(number) and str(Path(f"/proc/{pid}/fd/{number}").readlink()) == inode
+    return False
 
 
 def add_to_environment(variables: Mapping[str, str]) -> None:

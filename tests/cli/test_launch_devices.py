@@ -5,8 +5,7 @@ import subprocess
 import pytest
 
 from fabric.cli.launch import devices
-from fabric.cli.launch.lighthouse_words import WordsThread
-from fabric.cli.launch.other_hosts import OtherHosts
+from fabric.cli.launch.lighthouse_words import OtherHosts, WordsThread
 from fabric.errors import FabricError
 from fabric.protocol.nodes import NodeSays
 

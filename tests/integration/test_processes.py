@@ -1,4 +1,7 @@
-"""A launched replica has a launcher and a checkpoint server per host, a trainer per rank, and few sockets."""
+"""A launched replica has a launcher and a checkpoint server per host, a trainer per rank, and few sockets.
+
+A Python script's ranks have a standby each 20 s after their start: `cli/test_standbys.py` counts those.
+"""
 
 from collections import Counter
 from pathlib import Path

@@ -4,6 +4,7 @@ from mutants.mutant import Mutant
 
 from fabric.cli.launch import restart_policy
 from fabric.cli.launch.restart_policy import DeviceHistory, RestartPolicy
+from fabric.cli.launch.standbys import Standbys
 from fabric.client.attach import _lanes
 from fabric.client.collectives import calls
 from fabric.client.collectives.collectives import CollectiveMembers, Collectives
@@ -281,10 +282,17 @@ SHELLS = (
     # the launcher
     Mutant(
         "one restart more than allowed",
-        RestartPolicy.judge,
-        "self.restarts >= self.most",
-        "self.restarts > self.most",
+        RestartPolicy.may_restart,
+        "self.restarts < self.most",
+        "self.restarts <= self.most",
         "cli/test_restart_policy.py::test_used_up_restarts_pass_the_first_failures_code_on",
+    ),
+    Mutant(
+        "a standby becomes a rank of another environment",
+        Standbys.take,
+        "standby.environment == _lasting(environment) and ",
+        "",
+        "cli/test_standbys.py::test_a_rank_starts_without_a_standby_that_does_not_fit_or_does_not_answer",
     ),
     Mutant(
         "a long run does not end the pauses",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from fabric.cli.launch.standbys import Standbys
 from fabric.model import printable, shortened
 from fabric.runtime.rank_layout import RankLayout
 from fabric.runtime.system_calls import die_with, open_pidfd
@@ -92,6 +93,33 @@ class AttemptSpec:
         """Whether the launcher reads standard error, for its reports. On a terminal a person reads it."""
         return self.is_piped or not os.isatty(2)
 
+    def start_process(
+        self, environment: Mapping[str, str], inherited: tuple[int, ...] = ()
+    ) -> "subprocess.Popen[bytes]":
+        """Start the command with a rank's ``environment``; it inherits these descriptors too."""
+        sys.stdout.flush()
+        return subprocess.Popen(
+            self.command,
+            env=environment,
+            stdin=subprocess.DEVNULL if self.layout.ranks > 1 else None,
+            stdout=subprocess.PIPE if self.is_piped else None,
+            stderr=subprocess.PIPE if self.reads_errors else None,
+            # Ctrl-C in the terminal must reach only the launcher, which ends the ranks in order.
+            start_new_session=True,
+            pass_fds=(*self.inherited, *inherited),
+            preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509  (it makes two system calls)
+        )
+
+    def start_standbys(self, standbys: Standbys) -> None:
+        """Start a standby of each rank on this host, and end those of an earlier attempt.
+
+        A standby that cannot be started costs only time, at the next attempt.
+        """
+        standbys.close()
+        with contextlib.suppress(OSError):
+            for local_rank, rank in enumerate(self.place.own_ranks(self.layout)):
+                standbys.start(local_rank, self.rank_environment(rank), self.start_process)
+
 
 class RankOutput:
     """Copies one stream of a rank: to ``terminal`` with a prefix before each line, to ``log`` as it is."""
@@ -159,14 +187,14 @@ class RankProcess:
 class LaunchAttempt:
     """The ranks of one attempt. ``selector`` gets a descriptor of each rank, and of each of its streams."""
 
-    def __init__(self, spec: AttemptSpec, selector: selectors.BaseSelector) -> None:
-        self._spec, self._selector = spec, selector
+    def __init__(self, spec: AttemptSpec, selector: selectors.BaseSelector, standbys: Standbys) -> None:
+        self.spec, self._selector, self._standbys = spec, selector, standbys
         self.ranks: list[RankProcess] = []
 
     def start(self) -> None:
         """Start every rank. Raises OSError if the program cannot be started; then no rank is left."""
         try:
-            for rank in self._spec.place.own_ranks(self._spec.layout):
+            for rank in self.spec.place.own_ranks(self.spec.layout):
                 self._start(rank)
         except OSError:
             self.signal(signal.SIGKILL)
@@ -222,23 +250,14 @@ class LaunchAttempt:
                 rank.log.close()
 
     def _start(self, rank: int) -> None:
-        spec = self._spec
+        spec = self.spec
         log: IO[bytes] | None = None
         if spec.log_dir is not None:
             log = (spec.log_dir / f"{spec.replica}.{rank}.log").open("ab", buffering=0)
             log.write(f"--- attempt {spec.number + 1}: {spec.layout}\n".encode())
-        sys.stdout.flush()
-        process = subprocess.Popen(
-            spec.command,
-            env=spec.rank_environment(rank),
-            stdin=subprocess.DEVNULL if spec.layout.ranks > 1 else None,
-            stdout=subprocess.PIPE if spec.is_piped else None,
-            stderr=subprocess.PIPE if spec.reads_errors else None,
-            # Ctrl-C in the terminal must reach only the launcher, which ends the ranks in order.
-            start_new_session=True,
-            pass_fds=spec.inherited,
-            preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509  (it makes two system calls)
-        )
+        environment = spec.rank_environment(rank)
+        local_rank = rank - spec.place.own_ranks(spec.layout).start
+        process = self._standbys.take(local_rank, environment) or spec.start_process(environment)
         started = RankProcess(rank, process, open_pidfd(process.pid), log=log)
         self.ranks.append(started)
         self._selector.register(started.pidfd, selectors.EVENT_READ, started)

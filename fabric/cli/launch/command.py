@@ -103,6 +103,7 @@ def launch_command(script: str, arguments: tuple[str, ...], **options: Any) -> N
         log_dir=log_dir,
         leave_file=options["leave_file"],
         stop_s=options["stop_s"],
+        has_standbys=not options["no_python"],
         has_lighthouse=not chosen.disable,
     )
     sys.exit(launch(plan))

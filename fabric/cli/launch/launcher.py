@@ -23,14 +23,15 @@ from fabric.cli.launch.lighthouse_words import (
     LAST_REPORT_S,
     LAST_WORDS_S,
     AttemptReport,
+    OtherHosts,
     Reporter,
     WordsThread,
 )
-from fabric.cli.launch.other_hosts import OtherHosts
 from fabric.cli.launch.restart_policy import AttemptEnd, DeviceHistory, NextMove, RestartPolicy, choose_layout
+from fabric.cli.launch.standbys import Standbys
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
-from fabric.protocol.nodes import NodeOrder
+from fabric.protocol.nodes import SPARE, NodeOrder
 from fabric.runtime.guarded_processes import MarkedProcesses
 from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS
 from fabric.runtime.rank_layout import LayoutMemory, LayoutOffer, LayoutOrder, RankLayout
@@ -42,10 +43,13 @@ GRACE_S = 10.0
 # Time from SIGTERM to SIGKILL after a rank has failed.
 _TERM_S = 5.0
 STOPPED_S = 3.0  # for this host's ranks to end on their own after a failure on another host
+# Ranks import, build their model and load a state in this time. Later the host has time for standbys.
+STANDBYS_AFTER_S = 20.0
 UNTOLD_S = 60.0  # that a host whose ranks have finished waits to hear of the others
 # These signals end the launcher and its ranks; the launcher passes all other signals to the ranks.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+START_STANDBYS = 0  # no signal has this number
 _TRIES = 64  # ports that the kernel may offer before there is a fresh one
 
 
@@ -156,6 +160,7 @@ class LaunchPlan:
     node: int = 0  # this host's number; SPARE: a spare host
     leave_file: Path | None = None  # if it exists when the replica finishes, the replica has left this host
     stop_s: float = 30.0  # time from the signal that ends the launcher to SIGKILL
+    has_standbys: bool = False  # whether ranks are Python programs, which standbys can become
     has_lighthouse: bool = False  # whether the lighthouse is told how attempts end
 
 
@@ -169,7 +174,10 @@ class OrderedLayout:
 
 @dataclass
 class Deadlines:
-    """The signals that the launcher will send to the ranks of an attempt, each at its time."""
+    """The signals that the launcher will send to the ranks of an attempt, each at its time.
+
+    START_STANDBYS in a signal's place: while no rank has failed, the standbys start.
+    """
 
     steps: list[tuple[float, int]] = field(default_factory=list)  # (monotonic time, signal) to send, in order
 
@@ -201,6 +209,7 @@ class Launcher:
         self._selector.register(inbox.descriptor, selectors.EVENT_READ, inbox)
         self._ended_by = 0  # the signal that ends this launcher
         self._attempts = 0
+        self._standbys = Standbys()
         self._last_line = ""  # what the first rank of the newest attempt that failed wrote last
         self._words = WordsThread()
         self._selector.register(self._words.descriptor, selectors.EVENT_READ, self._words)
@@ -217,18 +226,18 @@ class Launcher:
             self._report(str(error), gave_up=True)
             raise
         finally:
+            self._standbys.close()
             if self._hosts is not None:
                 ended_by = (
                     f"{signal.Signals(self._ended_by).name} ended" if self._ended_by else "nothing needs"
                 )
-                says = replace(self._hosts.says, gone=f"{ended_by} its launcher")
-                self._wait_for(self._hosts.link.say(says), LAST_WORDS_S)
+                self._wait_for(self._hosts.leave(f"{ended_by} its launcher"), LAST_WORDS_S)
             self._words.close()
 
     def _run(self) -> int:
         while True:
             layout, devices = self._next_layout()
-            place = self._meet(layout)
+            place = self._meet(layout, devices)
             if place is None:
                 return self._stop() if self._ended_by else FINISHED
             end = self._attempt(layout, devices, place)
@@ -300,7 +309,7 @@ class Launcher:
             "fewer --ranks, a range such as 1:4, or set CUDA_VISIBLE_DEVICES= for the CPU"
         )
 
-    def _meet(self, layout: RankLayout) -> Place | None:
+    def _meet(self, layout: RankLayout, devices: Sequence[str]) -> Place | None:
         """Return this host's place in the next attempt, None where this launcher ends before.
 
         In a replica of several hosts it waits until each number has a host.
@@ -309,9 +318,11 @@ class Launcher:
         if self._hosts is None:
             return Place(port=port)
         self._hosts.wait_for_attempt(layout, port)
+        if self._plan.node == SPARE and self._plan.has_standbys and not self._attempts:
+            self._spec(layout, devices, Place(nodes=self._plan.nodes)).start_standbys(self._standbys)
         reason = ""
         while not self._ended_by:
-            order = self._hosts.link.order
+            order = self._hosts.order
             if order.do == "start":
                 self._attempts = order.attempt - 1
                 if not self._plan.environment.get("FABRIC_REPLICA"):  # a spare host has its replica only now
@@ -355,7 +366,8 @@ class Launcher:
 
     def _attempt(self, layout: RankLayout, devices: Sequence[str], place: Place) -> AttemptEnd:
         """Run this host's ranks to their end, and end the processes that they leave behind."""
-        attempt = LaunchAttempt(self._spec(layout, devices, place), self._selector)
+        spec = self._spec(layout, devices, place)
+        attempt = LaunchAttempt(spec, self._selector, self._standbys)
         self._attempts += 1
         began = time.monotonic()
         try:
@@ -370,6 +382,8 @@ class Launcher:
         failed_at = 0.0
         stopped = False
         deadlines = Deadlines()
+        if self._plan.has_standbys and self._policy.may_restart():
+            deadlines.steps = [(began + STANDBYS_AFTER_S, START_STANDBYS)]
         while attempt.is_running:
             ended = self._wait(attempt, deadlines)
             failed = tuple(rank.rank for rank in ended if rank.code != FINISHED)
@@ -379,13 +393,13 @@ class Launcher:
                     (failed_at + GRACE_S, signal.SIGTERM),
                     (failed_at + GRACE_S + _TERM_S, signal.SIGKILL),
                 ]
-            order = NodeOrder("run") if self._hosts is None else self._hosts.link.order
+            order = NodeOrder("run") if self._hosts is None else self._hosts.order
             if order.do == "stop" and not (stopped or self._ended_by):
                 stopped = True
                 log.warning("%s: this host's ranks end too", order.why)
                 at = time.monotonic() + STOPPED_S
                 deadlines.steps = [(at, signal.SIGTERM), (at + _TERM_S, signal.SIGKILL)]
-        self._marked.sessions = frozenset(attempt.pids)
+        self._marked.sessions, self._marked.spared = frozenset(attempt.pids), self._standbys.pids
         self._marked.kill()
         attempt.close()
         self._last_line = attempt.last_line(first)
@@ -405,7 +419,10 @@ class Launcher:
         for number in self._inbox.read():
             self._forward(number, attempt, deadlines)
         for number in deadlines.due():
-            attempt.signal(number)
+            if number == START_STANDBYS:
+                attempt.spec.start_standbys(self._standbys)
+            else:
+                attempt.signal(number)
         return ended
 
     def _forward(self, number: int, attempt: LaunchAttempt, deadlines: Deadlines) -> None:
@@ -431,7 +448,7 @@ class Launcher:
         self._hosts.tell_end(end)
         until = time.monotonic() + UNTOLD_S if set(end.codes.values()) == {FINISHED} else math.inf
         while not self._ended_by and time.monotonic() < until:
-            of_all = self._hosts.link.order.ended
+            of_all = self._hosts.order.ended
             if of_all is not None:
                 return AttemptEnd(of_all.codes, of_all.first, of_all.ran_s, of_all.lost)
             self._look(min(until - time.monotonic(), 3600.0))

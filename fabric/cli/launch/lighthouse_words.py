@@ -12,19 +12,25 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import aiohttp
 
+import fabric
+from fabric.cli.launch.attempt import Place
+from fabric.cli.launch.devices import device_kind
+from fabric.cli.launch.restart_policy import AttemptEnd
 from fabric.errors import FabricError, Unreachable
-from fabric.model import printable, shortened
+from fabric.model import counted, printable, shortened
 from fabric.protocol.messages.wire import decode_value
-from fabric.protocol.nodes import NodeOrder, NodeSays
-from fabric.runtime.config import Settings, advertised_host, settings
+from fabric.protocol.nodes import NodeEnd, NodeOrder, NodeSays
+from fabric.runtime.config import advertised_host, settings
 from fabric.runtime.http.lighthouse_client import Lighthouses
 from fabric.runtime.http.token_file import TokenFile
+from fabric.runtime.rank_layout import RankLayout
 from fabric.runtime.tasks import BackgroundLoop
 
 # A report that no lighthouse has taken by then is old, and is dropped.
@@ -133,33 +139,70 @@ class Reporter:
                     await asyncio.sleep(_REPORT_PAUSE_S)
 
 
-class NodeLink:
-    """The launcher's line to the other hosts of its replica (``protocol.nodes``)."""
+class OtherHosts:
+    """The launcher's line to its replica's other hosts (``protocol.nodes``), and its place among them."""
 
-    def __init__(self, chosen: Settings, replica: str, thread: WordsThread) -> None:
+    def __init__(self, environment: Mapping[str, str], nodes: int, node: int, thread: WordsThread) -> None:
+        chosen = settings({"FABRIC_REPLICA": "spare-node", **environment, "FABRIC_LAYOUT": ""})
         token = TokenFile(chosen.token_file)
         self._lighthouses = Lighthouses(chosen.lighthouse, chosen.job, token, chosen.tls)
-        self._replica, self._thread = replica, thread
+        self._thread = thread
+        self._replica = environment.get("FABRIC_REPLICA", "")  # a spare host belongs to none yet
         self._carried: concurrent.futures.Future[None] | None = None
-        self._says: NodeSays | None = None
+        kind, count, device_gb = device_kind(environment)
+        self.says = NodeSays(
+            uuid.uuid4().hex,
+            advertised_host(chosen),
+            node,
+            nodes,
+            "",
+            "none",
+            rack=chosen.rack,
+            device=kind,
+            devices=count,
+            device_gb=device_gb,
+            memory_gb=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
+        )
+        self.own_ranks = range(0)
         self._heard: tuple[NodeSays | None, NodeOrder] = None, NodeOrder("wait")  # an order answers to words
 
     @property
     def order(self) -> NodeOrder:
         """The newest order, unless it answers to earlier words."""
         says, order = self._heard
-        return order if says is self._says else NodeOrder("wait")
+        return order if says is self.says else NodeOrder("wait")
 
-    def say(self, says: NodeSays, replica: str = "") -> "concurrent.futures.Future[None]":
-        """Replace what the others hear of this host; ``replica``: the one that it belongs to from now on.
+    def wait_for_attempt(self, layout: RankLayout, port: int) -> None:
+        """Say that this host waits for the next attempt; rank 0 would listen on ``port``."""
+        count = layout.ranks // self.says.nodes
+        shape = f"{self.says.nodes} nodes of {counted(count, 'rank')} ({layout}), fabric {fabric.__version__}"
+        self.own_ranks = range(count)
+        self._say(shape=shape, address=f"{self.says.host}:{port}", run="", end=None)
 
-        The future is done when this host's last words have arrived.
-        """
-        self._replica, self._says = replica or self._replica, says
+    def take_place(self, order: NodeOrder) -> Place:
+        """Obey an order to start, and return this host's place."""
+        first = order.node * len(self.own_ranks)
+        self.own_ranks = range(first, first + len(self.own_ranks))
+        self._replica = order.replica or self._replica
+        self._say(run=order.run, attempt=order.attempt, node=order.node, instead=order.instead)
+        host, _, port = order.head.rpartition(":")
+        return Place(order.node, self.says.nodes, host, int(port))
+
+    def tell_end(self, end: AttemptEnd) -> None:
+        """Say how this host's ranks ended."""
+        self._say(end=NodeEnd(dict(end.codes), end.first, end.ran_s))
+
+    def leave(self, why: str) -> "concurrent.futures.Future[None]":
+        """Say why this launcher ends. The future is done when that has arrived."""
+        return self._say(gone=why)
+
+    def _say(self, **news: Any) -> "concurrent.futures.Future[None]":
+        """Replace what the others hear of this host."""
+        self.says = replace(self.says, **news)
         if self._carried is not None:
             self._carried.cancel()
-        body = {"replica": self._replica, "says": asdict(says)}
-        self._carried = self._thread.start(self._carry(says, body))
+        body = {"replica": self._replica, "says": asdict(self.says)}
+        self._carried = self._thread.start(self._carry(self.says, body))
         return self._carried
 
     async def _carry(self, says: NodeSays, body: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FINAL_CODES, FINISHED, LAYOUT_REFUSED, RESTART
 from fabric.runtime.rank_layout import RankLayout
 
-# After an attempt of this length the next attempt begins at once, and the count of quick deaths is zero.
+# After an attempt of this length the count of quick deaths is zero. The first one is followed by no pause.
 HEALTHY_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 # One device error may be the program's fault. A device with this many errors within this time is excluded.
@@ -51,6 +51,10 @@ class RestartPolicy:
     restarts: int = 0
     _quick: int = field(default=0, init=False)  # quick deaths of attempts in a row
 
+    def may_restart(self) -> bool:
+        """Whether a restart is left."""
+        return self.most is None or self.restarts < self.most
+
     def judge(self, end: AttemptEnd) -> NextMove:
         """Return the launcher's next move after this attempt."""
         if set(end.codes.values()) == {FINISHED} and not end.lost:
@@ -69,14 +73,14 @@ class RestartPolicy:
         failed = [rank for rank, code in sorted(end.codes.items()) if code != FINISHED]
         ranks = list(end.first) or failed
         why = ", ".join([*end.lost[:8], *(f"rank {x} {describe(end.codes[x])}" for x in ranks[:8])])
-        if self.most is not None and self.restarts >= self.most:
+        if not self.may_restart():
             why = f"{why}, and the {self.most} restarts of --restarts are used up"
             code = end.codes[ranks[0]] if ranks else RESTART
             return NextMove(code=END_BY_SIGNAL - code if code < 0 else code, why=why)
         self.restarts += 1
         self._quick = 0 if end.ran_s >= HEALTHY_S else self._quick + 1
         pause_s = (
-            min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._quick - 1, 16)) if self._quick else 0.0
+            min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._quick - 2, 16)) if self._quick > 1 else 0.0
         )
         return NextMove(pause_s=pause_s, why=why)
 

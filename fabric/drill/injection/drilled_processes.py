@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fabric.errors import Refused
 from fabric.runtime.guarded_processes import MARK
+from fabric.runtime.process_environment import is_standby
 
 ALLOWED = "FABRIC_DRILL=1"
 
@@ -126,7 +127,7 @@ class DrilledProcesses:
         if not is_allowed or any(variables.get(name) != value for name, value in self._needed.items()):
             return None
         stat = _stat(pid)
-        if not stat or stat[0] in "ZX" or not variables.get("FABRIC_REPLICA"):
+        if not stat or stat[0] in "ZX" or not variables.get("FABRIC_REPLICA") or is_standby(pid, variables):
             return None
         return FoundProcess(pid, int(stat[1]), variables["FABRIC_REPLICA"], tuple(words))
 

@@ -11,24 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric.health.alarm import Damping
-from fabric.health.detector import KEPT_STEPS, MOST_BEHIND, JobDetector, ReplicaSpeed
+from fabric.health.detector import KEPT_STEPS, MOST_BEHIND, JobDetector, RankHistory, ReplicaSpeed
 from fabric.health.link_detector import LinkDetector
-from fabric.health.localise import Scope, Slowdown
-from fabric.health.rank_detector import RankDetector, RankReport
+from fabric.health.localise import Scope, Slowdown, Unit
 from fabric.health.work import WorkAmount, is_time
-from fabric.lighthouse.diagnosis.layout_advice import (
-    LASTING,
-    LayoutAdvisor,
-    ShareAdvisor,
-    keep_their_layouts,
-    slow_replica,
-)
+from fabric.lighthouse.diagnosis.remedies import RemedyAdvisor
 from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks, SpeedVerdict
 from fabric.lighthouse.history.slowdowns import SlowdownState
 from fabric.model import Member, Record, StepTimes
 from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.leader.core import LeaderCore
-from fabric.protocol.messages.leader_events import LayoutAdvised, SharesAdvised
 from fabric.protocol.messages.network import Heartbeat
 
 WHOLE_JOB = ""  # the name that stands for all replicas
@@ -71,8 +63,7 @@ class SlownessWatch:
     """``hear`` every heartbeat with times; ``look`` when ``is_due``, as it visits all replicas."""
 
     def __init__(self) -> None:
-        self._detector = JobDetector(floor_s=FLOOR_S)
-        self._ranks = RankDetector(MOST_MEMBERS)
+        self._detector = JobDetector(floor_s=FLOOR_S, most_ranks=MOST_MEMBERS)
         self._links = LinkDetector()
         self._damping, self._job_damping = Damping(), Damping()
         self._looked_at = -math.inf
@@ -84,11 +75,7 @@ class SlownessWatch:
         self._joining: list[Member] | None = None
         self._slow: dict[str, Slowdown] = {}
         self._costs: dict[str, SlowdownCost] = {}  # of the present slowdowns
-        self._slow_since: dict[str, int] = {}  # slow replica -> the step at which it was first reported
-        self.confirmed: set[str] = set()  # slow replicas whose devices a micro-benchmark has found slow
-        self._advisor = ShareAdvisor()
-        self._layouts = LayoutAdvisor()
-        self._orders: dict[type, SharesAdvised | LayoutAdvised] = {}  # the newest of each kind for the leader
+        self.remedies = RemedyAdvisor()
         self._notes: set[str] = set()
         self.checks = SpeedChecks()  # the micro-benchmarks of slow replicas
 
@@ -102,14 +89,10 @@ class SlownessWatch:
         """The mode of the job, as an operator or else its most senior member sets it."""
         return core.adaptations.mode or OFF
 
-    def take_order(self) -> SharesAdvised | LayoutAdvised | None:
-        """Return the shares that the leader shall write, or the layout that it shall order, once."""
-        return self._orders.pop(SharesAdvised, None) or self._orders.pop(LayoutAdvised, None)
-
     def take_verdict(self, verdict: SpeedVerdict) -> None:
         """Note a replica whose device is slow; a slow link says nothing about the device of its sender."""
         if verdict.verdict == CONFIRMED and not verdict.is_about_link:
-            self.confirmed.add(verdict.replica)
+            self.remedies.confirmed.add(verdict.replica)
 
     def hear(self, core: LeaderCore, replica: str, incarnation: int, beat: Heartbeat) -> None:
         """Take the times of this beat, if they count."""
@@ -126,22 +109,26 @@ class SlownessWatch:
         for past in beat.earlier[-(MOST_EARLIER // len(record.roster)) or len(beat.earlier) :]:
             amount = WorkAmount(past.tokens, past.squares, past.samples, past.micro_batches)
             self._detector.observe(replica, incarnation, past.step, amount, past.compute_s)
-        work = _work(times)
-        self._detector.observe(replica, incarnation, beat.step, work, times.compute_s)
+        slow = self._computing_slowly()
+        self._detector.observe(
+            replica,
+            incarnation,
+            beat.step,
+            _work(times),
+            times.compute_s,
+            times.ranks,
+            is_well=not slow.keys() & {replica, WHOLE_JOB},
+        )
         self._links.observe(replica, times)
-        self._has_news |= self._detector.is_alarmed(replica) != (replica in self._computing_slowly())
-        if times.ranks:
-            is_well = not self._computing_slowly().keys() & {replica, WHOLE_JOB}
-            self._ranks.observe(RankReport(replica, incarnation, beat.step, work, times.ranks), is_well)
+        self._has_news |= self._detector.is_alarmed(replica) != (replica in slow)
 
     def _counts(self, core: LeaderCore, record: Record, replica: str, incarnation: int) -> bool:
         if record is not self._record:
             self._record = record
             compares = len(record.roster) <= MOST_MEMBERS and not any(x.leaving for x in record.roster)
             self._joining = [member for member in record.roster if member.joining] if compares else None
-            self._detector.keep({member.replica: member.incarnation for member in record.roster})
+            self._detector.keep(record.roster)
             self._links.keep([member.process for member in record.roster])
-            self._ranks.keep(record.roster)
         if self._joining:
             # The record lists a newcomer as joining until the next epoch, long after the join has ended.
             self._joining = [member for member in self._joining if not core.state.knows(member)]
@@ -169,7 +156,7 @@ class SlownessWatch:
             SlowdownState(
                 replica=name,
                 scope=str(x.scope),
-                ranks=tuple(self._ranks.numbers(x)),
+                ranks=tuple(self._detector.numbers(x)),
                 factor=x.factor,
                 cause=x.evidence,
                 steps=costs[name].steps if name in costs else 0,
@@ -193,14 +180,11 @@ class SlownessWatch:
         record, self._looked_at, self._has_news = core.state.record, now, False
         if record is None or record.complete or self.mode(core) == OFF or len(record.roster) > MOST_MEMBERS:
             self._slow, self._costs = {}, {}
-            self._advisor.forget()
-            self._layouts.forget()
-            self._orders.clear()
+            self.remedies.forget()
             return []
         failed = {m.replica for m in record.roster if core.state.liveness.failure_reason(m, now)}
-        accused = self._ranks.locate(self._detector.slowdowns(failed), self._detector.speeds())
         # A replica that computes slowly also makes others wait, so it comes first.
-        accused = accused or self._links.slowdowns(failed)
+        accused = self._detector.slowdowns(failed) or self._links.slowdowns(failed)
         before, slowdowns = self._slow, {x.replica: x for x in accused}
         # A short slowdown of the whole job must not delay the report of a slow replica.
         lasting = self._damping.admit(slowdowns.keys() - {WHOLE_JOB}, self._newest_step)
@@ -221,39 +205,14 @@ class SlownessWatch:
             and x.scope in (Scope.RANK, Scope.STAGE, Scope.LINK)
             and (x.scope, x.units) != (before[name].scope, before[name].units)
         ]
-        slow = self._computing_slowly()
-        advice = self._advisor.advise(core, slow, self._detector.speeds(), failed)
-        if isinstance(advice, SharesAdvised):
-            self._orders[SharesAdvised] = advice
-        elif advice is not None:
-            slowest = max(slow.values(), key=lambda slowdown: slowdown.factor, default=None)
-            about = slowest.replica if slowest is not None else WHOLE_JOB
-            events.append(SlownessEvent("advice", about, advice.reason))
-        events += self._advise_layout(core, failed)
+        advice = self.remedies.advise(
+            core, self._computing_slowly(), self._detector, failed, self._newest_step
+        )
+        events += [SlownessEvent("advice", about, why) for about, why in advice]
         # Report once for each replica that its declared work does not predict its times.
-        fresh = {name: note for name, note in self._detector.notes().items() if name not in self._notes}
-        self._notes.update(fresh)
-        return events + [SlownessEvent("work ignored", name, note) for name, note in fresh.items()]
-
-    def _advise_layout(self, core: LeaderCore, failed: set[str]) -> list[SlownessEvent]:
-        """Plan another layout for the slowest replica that has been slow for a while, and may change its."""
-        step, since, computing = self._newest_step, self._slow_since, self._computing_slowly()
-        self._slow_since = {name: min(since.get(name, step), step) for name in computing}
-        self.confirmed &= computing.keys()
-        kept = {WHOLE_JOB, *keep_their_layouts(core)}
-        names = [x for x in computing if x not in kept and step - self._slow_since[x] >= LASTING]
-        name = max(names, key=lambda x: computing[x].factor, default="")
-        if failed:
-            return []
-        slow = slow_replica(core, computing[name], self._ranks, name in self.confirmed) if name else None
-        if slow is None:
-            self._orders.pop(LayoutAdvised, None)
-        advice = self._layouts.advise(core, slow)
-        if advice is not None and not advice.epoch:
-            return [SlownessEvent("advice", advice.process.replica, advice.reason)]
-        if advice is not None:
-            self._orders[LayoutAdvised] = advice
-        return []
+        fresh = [x for x in self._detector.speeds() if x.note and x.replica not in self._notes]
+        self._notes.update(x.replica for x in fresh)
+        return events + [SlownessEvent("work ignored", x.replica, x.note) for x in fresh]
 
     def to_json(self, core: LeaderCore) -> dict[str, Any]:
         """The detector's knowledge, for people."""
@@ -265,7 +224,7 @@ class SlownessWatch:
                 {
                     "scope": str(x.scope),
                     "replica": x.replica,
-                    "ranks": self._ranks.numbers(x),
+                    "ranks": self._detector.numbers(x),
                     "factor": round(x.factor, 3),
                     "evidence": x.evidence,
                 }
@@ -273,9 +232,8 @@ class SlownessWatch:
             ],
             "replicas": replicas,
             "links": self._links.states(MOST_ROWS),
-            "by_step": speeds_by_step(self._ranks, self._detector.relative_times(), speeds),
-            **self._advisor.to_json(core),
-            **self._layouts.to_json(core),
+            "by_step": speeds_by_step(self._detector.ranks(), self._detector.relative_times(), speeds),
+            **self.remedies.to_json(core),
         }
 
 
@@ -298,14 +256,16 @@ def _speed_view(speed: ReplicaSpeed) -> dict[str, Any]:
 
 
 def speeds_by_step(
-    ranks: RankDetector, replicas: Mapping[str, _Steps], speeds: Mapping[str, float | None]
+    ranks: Sequence[tuple[Unit, RankHistory]],
+    replicas: Mapping[str, _Steps],
+    speeds: Mapping[str, float | None],
 ) -> dict[str, Any]:
     """The speed of each rank in the newest steps, and over several steps.
 
     ``replicas``: times of replicas over their equals'. ``speeds``: speeds of replicas over several steps.
     """
     rows: list[tuple[dict[str, Any], _Steps]] = []
-    for unit, rank in ranks.histories():
+    for unit, rank in ranks:
         own, time = rank.detector, rank.detector.relative_time
         row = _row(unit.replica, rank.number, unit.stage, None if time is None else 1.0 / time)
         row["seconds"] = round(own.seconds, 6)

@@ -633,7 +633,7 @@ class Job:
         step = self.core.progress.highest_step or 0
         states, slowdowns = self.slowness.states(), self.history.slowdowns
         self.history.keep_slowdowns(slowdowns.observe(states, self.events.newest, step, time.time()))
-        if (order := self.slowness.take_order()) is not None:
+        if (order := self.slowness.remedies.take_order()) is not None:
             self._feed(order)
 
     def answer(self, asker: object, event: io.Event) -> None:

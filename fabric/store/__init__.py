@@ -8,38 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fabric.errors import ConfigError, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.store.base import (
-    STORE_ID_KEY,
-    Compare,
-    Delete,
-    KeyValue,
-    Lease,
-    Operation,
-    Put,
-    Store,
-)
+from fabric.errors import ConfigError
+from fabric.store.base import Store
 from fabric.store.etcd import EtcdStore
 from fabric.store.etcd_http import EtcdAccess
 from fabric.store.sqlite_file import SqliteStore
-
-__all__ = [
-    "STORE_ID_KEY",
-    "Compare",
-    "Delete",
-    "EtcdAccess",
-    "KeyValue",
-    "Lease",
-    "LeaseGone",
-    "Operation",
-    "Put",
-    "Store",
-    "StoreError",
-    "StoreIndefinite",
-    "StoreUnavailable",
-    "open_store",
-    "shown_url",
-]
 
 # Opens a store by its URL; refuses an invalid URL before it touches a file or a server.
 

@@ -21,20 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-
-__all__ = [
-    "STORE_ID_KEY",
-    "Compare",
-    "Delete",
-    "KeyValue",
-    "Lease",
-    "LeaseGone",
-    "Operation",
-    "Put",
-    "Store",
-    "StoreUnavailable",
-]
+from fabric.errors import LeaseGone, StoreError, StoreIndefinite
 
 # The key under which ``Store.connect`` keeps the store's random id.
 STORE_ID_KEY = "/fabric/store-id"

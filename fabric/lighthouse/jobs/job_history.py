@@ -30,7 +30,7 @@ from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import wire
 from fabric.runtime.system_calls import seconds_since_boot
 from fabric.runtime.tasks import Tasks
-from fabric.store import Compare, Delete, Operation, Put, Store
+from fabric.store.base import Compare, Delete, Operation, Put, Store
 
 # One job's membership record in the store: read it, and replace it under two guards.
 #

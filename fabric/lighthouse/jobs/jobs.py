@@ -23,7 +23,7 @@ from fabric.model import Record, counted
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.messages import wire
 from fabric.runtime.tasks import Tasks
-from fabric.store import KeyValue, Store
+from fabric.store.base import KeyValue, Store
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,7 +24,6 @@ from fabric.protocol.rules.assignment import spread
 from fabric.protocol.rules.spare import (
     StackedShards,
     best_offsets,
-    block_layout,
     has_distinct_differences,
     ring_layout,
 )
@@ -60,7 +60,6 @@ class Replication(FailurePolicy):
         return f"replication, r = {self.redundancy}"
 
     def begin(self, groups: int) -> None:
-        block_layout(groups, self.redundancy)  # raises ValueError for an impossible layout
         blocks = -(-groups // self.redundancy)
         self._left = [min(self.redundancy, groups - block * self.redundancy) for block in range(blocks)]
 
@@ -169,8 +168,6 @@ class ConstantBatch(FailurePolicy):
         )
 
     def begin(self, groups: int) -> None:
-        if self.micro_batches < 1:
-            raise ValueError(f"a group computes at least 1 micro-batch, not {self.micro_batches}")
         self._groups, self._alive, self._sizes = groups, set(range(groups)), {}
 
     def slots(self) -> float:
@@ -346,8 +343,9 @@ def worthwhile_spares(cluster: Cluster) -> int:
     return min(math.ceil(away), max(1, cluster.replicas // 4))
 
 
-def run_seed(option: PolicyOption, failures: FailureModel, seed: int) -> TimeLedger:
-    """One run of one option; at the top of the module, so that a process pool can call it."""
+def _run_seed(failures: FailureModel, run: tuple[PolicyOption, int]) -> TimeLedger:
+    """One run of one option with a seed; at the top of the module, so that a process pool can call it."""
+    option, seed = run
     return simulate(option.job, option.make(), failures, seed)
 
 
@@ -370,17 +368,12 @@ def compare(
     chosen = list(options_for(cluster) if options is None else options)
     process = cluster.failures() if failures is None else failures
     runs = [(option, seed) for option in chosen for seed in range(seeds)]
-    ledgers: list[TimeLedger] = []
-    if workers > 1:
-        with process_pool(workers) as pool:
-            pending = [pool.submit(run_seed, option, process, seed) for option, seed in runs]
-            for done, result in enumerate(pending, 1):
-                ledgers.append(result.result())
-                progress(done, len(runs))
-    else:
-        for done, (option, seed) in enumerate(runs, 1):
-            ledgers.append(run_seed(option, process, seed))
-            progress(done, len(runs))
+    work = partial(_run_seed, process)
+    with process_pool(workers) if workers > 1 else nullcontext() as pool:
+        ledgers = []
+        for ledger in pool.map(work, runs) if pool is not None else map(work, runs):
+            ledgers.append(ledger)
+            progress(len(ledgers), len(runs))
     outcomes = [
         _outcome(option, ledgers[number * seeds : (number + 1) * seeds])
         for number, option in enumerate(chosen)
@@ -388,12 +381,12 @@ def compare(
     return sorted(outcomes, key=lambda outcome: (not outcome.finished, -outcome.effective.mean))
 
 
-_PARTS = ("training", "redundant", "stall", "recovery", "rework", "checkpoint")
+PARTS = ("training", "redundant", "stall", "recovery", "rework", "checkpoint")
 
 
 def _outcome(option: PolicyOption, ledgers: Sequence[TimeLedger]) -> PolicyResult:
     total_s = sum(ledger.total_s for ledger in ledgers)
-    shares = {part: sum(getattr(ledger, f"{part}_s") for ledger in ledgers) / total_s for part in _PARTS}
+    shares = {part: sum(getattr(ledger, f"{part}_s") for ledger in ledgers) / total_s for part in PARTS}
     return PolicyResult(
         option.name,
         option.make().label,
@@ -417,7 +410,7 @@ def recommendation(cluster: Cluster, outcomes: Sequence[PolicyResult]) -> str:
             if baseline.finished
             else "; with checkpoint and restart the job would not finish"
         )
-    biggest = max((part for part in _PARTS if part != "training"), key=lambda part: best.shares[part])
+    biggest = max((part for part in PARTS if part != "training"), key=lambda part: best.shares[part])
     return (
         f"Run {best.name} ({best.settings}): {best.effective.mean:.1%} effective training time at a"
         f" failure every"

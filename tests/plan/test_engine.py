@@ -127,17 +127,3 @@ def test_the_quotient_for_many_members_equals_the_assignment():
         given = spread(range(orphans), members, {m.replica: 1 for m in members})
         assert busiest_of_spread(orphans, 40) == max(len(ids) for ids in given.values())
     assert busiest_of_spread(8, 3) == 3
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"groups": 0}, "at least 1 group and 1 step"),
-        ({"compute_s": 0}, "the compute time of a step must be positive"),
-        ({"save_s": -1}, "save_s must be zero or more"),
-        ({"restart_s": float("inf")}, "restart_s must be zero or more"),
-    ],
-)
-def test_an_impossible_job_is_refused(change, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        dataclasses.replace(QUIET, **change)

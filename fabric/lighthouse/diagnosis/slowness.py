@@ -6,6 +6,7 @@ member joins, and not from the first step of an epoch. A member that may have fa
 
 import heapq
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from fabric.health.localise import Scope, Slowdown, Unit
 from fabric.health.work import WorkAmount, is_time
 from fabric.lighthouse.diagnosis.remedies import RemedyAdvisor
 from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks, SpeedVerdict
-from fabric.lighthouse.history.slowdowns import SlowdownState
+from fabric.lighthouse.history.slowdowns import VERDICT, SlowdownState
 from fabric.model import Member, Record, StepTimes
 from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.leader.core import LeaderCore
@@ -88,11 +89,6 @@ class SlownessWatch:
     def mode(core: LeaderCore) -> str:
         """The mode of the job, as an operator or else its most senior member sets it."""
         return core.adaptations.mode or OFF
-
-    def take_verdict(self, verdict: SpeedVerdict) -> None:
-        """Note a replica whose device is slow; a slow link says nothing about the device of its sender."""
-        if verdict.verdict == CONFIRMED and not verdict.is_about_link:
-            self.remedies.confirmed.add(verdict.replica)
 
     def hear(self, core: LeaderCore, replica: str, incarnation: int, beat: Heartbeat) -> None:
         """Take the times of this beat, if they count."""
@@ -176,7 +172,21 @@ class SlownessWatch:
         return quiet_s >= (NEWS_S if self._has_news else 0.25) and quiet_s >= len(self._epochs) / 1000
 
     def look(self, core: LeaderCore, now: float) -> list[SlownessEvent]:
-        """Judge all replicas again; return the new events."""
+        """Judge all replicas again, and begin or end a check of one; return the new events."""
+        events, record = self._look_at_times(core, now), core.state.record
+        ranks = {name: self._detector.numbers(x) for name, x in self._slow.items()}
+        verdicts = self.checks.look(
+            self._slow, ranks, record.names if record is not None else (), time.time()
+        )
+        return events + [self.take_verdict(verdict) for verdict in verdicts]
+
+    def take_verdict(self, verdict: SpeedVerdict) -> SlownessEvent:
+        """Note a replica whose device is slow; a slow link says nothing about the device of its sender."""
+        if verdict.verdict == CONFIRMED and not verdict.is_about_link:
+            self.remedies.confirmed.add(verdict.replica)
+        return SlownessEvent(f"{VERDICT}{verdict.verdict}", verdict.replica, verdict.why)
+
+    def _look_at_times(self, core: LeaderCore, now: float) -> list[SlownessEvent]:
         record, self._looked_at, self._has_news = core.state.record, now, False
         if record is None or record.complete or self.mode(core) == OFF or len(record.roster) > MOST_MEMBERS:
             self._slow, self._costs = {}, {}

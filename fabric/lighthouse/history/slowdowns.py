@@ -5,7 +5,7 @@ report the times of some of their steps.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import to_builtins
@@ -17,6 +17,7 @@ from fabric.model import shortened
 MOST_ACTIONS = 20
 # Events that the record's own fields show, and stops of the trainer, which say nothing new.
 _OWN_KINDS = ("slow", "no longer slow", "slow part", "trainer stopped", "trainer running")
+VERDICT = "slowness "  # the kind of the event of a micro-benchmark's verdict, which follows
 _NEW_LEADER = "another lighthouse leads, which does not know whether it lasts"
 
 
@@ -77,11 +78,8 @@ class SlowdownRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the form for the store and for people."""
-        body = {name: getattr(self, name) for name in _FIELDS}
-        return {**body, "actions": to_builtins(self.actions)}
-
-
-_FIELDS = tuple(f.name for f in fields(SlowdownRecord))
+        body: dict[str, Any] = to_builtins(self)
+        return body
 
 
 def _leave(records: list[SlowdownRecord], unix_s: float) -> None:
@@ -145,14 +143,11 @@ class Slowdowns:
     def note(self, kind: str, about: str, why: str, unix_s: float) -> list[SlowdownRecord]:
         """Add an event about a slow replica to its record; return the record if it has changed."""
         record = self._open.get(about)
-        if record is None or kind in _OWN_KINDS or len(record.actions) >= MOST_ACTIONS:
+        if record is None or kind in _OWN_KINDS:
+            return []
+        if kind.startswith(VERDICT):
+            record.verdict = kind.removeprefix(VERDICT)
+        elif len(record.actions) >= MOST_ACTIONS:
             return []
         record.actions.append(SlowdownAction(unix_s, kind, why[:300]))
-        return [record]
-
-    def judge(self, replica: str, verdict: str) -> list[SlowdownRecord]:
-        """Set the micro-benchmark's verdict; return the record if it is open."""
-        if (record := self._open.get(replica)) is None:
-            return []
-        record.verdict = verdict
         return [record]

@@ -623,13 +623,6 @@ class Job:
     def _look_at_speeds(self, now: float) -> None:
         for change in self.slowness.look(self.core, now):
             self.note(change.kind, change.about, change.why)
-        record = self.core.state.record
-        roster = [member.replica for member in record.roster] if record else []
-        ranks = {state.replica: state.ranks for state in self.slowness.states()}
-        for verdict in self.slowness.checks.look(self.slowness.slow, ranks, roster, time.time()):
-            self.note(f"slowness {verdict.verdict}", verdict.replica, verdict.why)
-            self.history.keep_slowdowns(self.history.slowdowns.judge(verdict.replica, verdict.verdict))
-            self.slowness.take_verdict(verdict)
         step = self.core.progress.highest_step or 0
         states, slowdowns = self.slowness.states(), self.history.slowdowns
         self.history.keep_slowdowns(slowdowns.observe(states, self.events.newest, step, time.time()))

@@ -508,13 +508,13 @@ class JobDetector:
 
         ``failed`` replicas are left out of the comparison.
         """
-        known = self.speeds()
-        speeds = {x.replica: x for x in known if x.replica not in failed}
+        replicas = self.speeds()
+        speeds = {x.replica: x for x in replicas if x.replica not in failed}
         located = []
         for slowdown in self._slow_replicas(speeds):
             asked = slowdown
-            if slowdown.scope is Scope.JOB and len(known) == 1:
-                asked = replace(slowdown, scope=Scope.REPLICA, units=(Unit(known[0].replica),))
+            if slowdown.scope is Scope.JOB and len(replicas) == 1:
+                asked = replace(slowdown, scope=Scope.REPLICA, units=(Unit(replicas[0].replica),))
             seconds = speeds[asked.replica].seconds if asked.replica else 0.0
             part = self._part(asked, seconds * (1.0 - 1.0 / slowdown.factor))
             located.append(slowdown if part is asked else replace(part, factor=slowdown.factor))

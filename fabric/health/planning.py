@@ -81,13 +81,6 @@ class StageLayout:
     groups: tuple[tuple[int, ...], ...]  # stage -> the ranks that work there
     layers: tuple[int, ...]  # stage -> its layers
 
-    def __post_init__(self) -> None:
-        ranks = [rank for group in self.groups for rank in group]
-        if not self.groups or not all(self.groups) or len(set(ranks)) != len(ranks):
-            raise ValueError("a stage has no rank, or a rank is at two stages: give each rank one stage")
-        if len(self.layers) != len(self.groups) or min(self.layers) < 1:
-            raise ValueError(f"{len(self.groups)} stages have the layers {self.layers}: give each at least 1")
-
     def stage_speeds(self, speeds: Sequence[float]) -> tuple[float, ...]:
         """Stage -> k times its slowest rank's speed."""
         return tuple(len(group) * min(speeds[rank] for rank in group) for group in self.groups)

@@ -343,9 +343,8 @@ def worthwhile_spares(cluster: Cluster) -> int:
     return min(math.ceil(away), max(1, cluster.replicas // 4))
 
 
-def _run_seed(failures: FailureModel, run: tuple[PolicyOption, int]) -> TimeLedger:
-    """One run of one option with a seed; at the top of the module, so that a process pool can call it."""
-    option, seed = run
+def _run_seed(failures: FailureModel, option: PolicyOption, seed: int) -> TimeLedger:
+    """One run of one option; at the top of the module, so that a process pool can call it."""
     return simulate(option.job, option.make(), failures, seed)
 
 
@@ -367,11 +366,12 @@ def compare(
         raise ValueError(f"--seeds must be 1 or more, not {seeds}")
     chosen = list(options_for(cluster) if options is None else options)
     process = cluster.failures() if failures is None else failures
-    runs = [(option, seed) for option in chosen for seed in range(seeds)]
+    runs = [option for option in chosen for _ in range(seeds)]
     work = partial(_run_seed, process)
+    numbers = [seed for _ in chosen for seed in range(seeds)]
     with process_pool(workers) if workers > 1 else nullcontext() as pool:
-        ledgers = []
-        for ledger in pool.map(work, runs) if pool is not None else map(work, runs):
+        run_all, ledgers = map if pool is None else pool.map, list[TimeLedger]()
+        for ledger in run_all(work, runs, numbers):
             ledgers.append(ledger)
             progress(len(ledgers), len(runs))
     outcomes = [

@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,19 @@ Times = NDArray[np.float64]
 Units = NDArray[np.intp]
 
 
-class FailureClocks(Protocol):
-    """``next_s``: seconds from the start to each unit's next failure, shape (units,); inf means never."""
+class FailureClocks:
+    """``next_s``: seconds from the start to each unit's next failure, shape (units,); inf means never.
 
-    next_s: Times
+    ``after`` gives the next failures of some units that come back at some times (same shape).
+    """
+
+    def __init__(self, units: int, after: Callable[[Units, Times], Times], start_s: float = 0.0) -> None:
+        self._after = after
+        self.next_s = after(np.arange(units), np.full(units, start_s))
 
     def renew(self, units: Units, at_s: Times) -> None:
         """Draw the next failure of ``units``, which came back at ``at_s`` (same shape)."""
+        self.next_s[units] = self._after(units, at_s)
 
 
 class FailureModel(Protocol):
@@ -50,7 +57,7 @@ class WeibullRenewal:
     shape: float = 0.78
 
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
-        return _DrawnClocks(units, lambda which: self.scale_s * rng.weibull(self.shape, len(which)))
+        return FailureClocks(units, lambda which, at: at + self.scale_s * rng.weibull(self.shape, len(which)))
 
 
 def weibull(system_mtbf_s: float, units: int, shape: float = 0.78) -> WeibullRenewal:
@@ -74,7 +81,7 @@ class Lemons:
         lemons = rng.permutation(units) < round(self.share * units)
         healthy_mtbf_s = self.unit_mtbf_s * float(np.where(lemons, self.factor, 1.0).mean())
         mtbf_s = np.where(lemons, healthy_mtbf_s / self.factor, healthy_mtbf_s)
-        return _DrawnClocks(units, lambda which: rng.exponential(mtbf_s[which]))
+        return FailureClocks(units, lambda which, at: at + rng.exponential(mtbf_s[which]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,26 @@ class Racks:
     correlated: float = 0.1
 
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
-        return _RackClocks(units, self, rng)
+        rack_of = np.arange(units) // self.per_rack
+        alone_s = self.unit_mtbf_s / (1 - self.correlated)
+        rack_s = math.inf if self.correlated == 0 else self.unit_mtbf_s / self.correlated
+
+        def fail_after(at: Times) -> Times:
+            drawn = rng.exponential(rack_s, len(at)) if math.isfinite(rack_s) else np.full(len(at), math.inf)
+            times: Times = at + drawn
+            return times
+
+        rack_next = fail_after(np.zeros(int(rack_of[-1]) + 1))
+
+        def after(which: Units, at_s: Times) -> Times:
+            own = at_s + rng.exponential(alone_s, len(which))
+            for rack, at in zip(rack_of[which].tolist(), at_s.tolist(), strict=True):
+                while rack_next[rack] <= at:  # the rack failed while the unit was away
+                    rack_next[rack] = fail_after(rack_next[rack : rack + 1])[0]
+            first: Times = np.minimum(own, rack_next[rack_of[which]])
+            return first
+
+        return FailureClocks(units, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +153,23 @@ class Trace:
 
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
         del rng
-        return _TraceClocks(units, self)
+        times: list[list[float]] = [[] for _ in range(units)]
+        for at, unit in self.failures:
+            times[unit % units].append(at)
+
+        def next_of(unit: int, at_s: float) -> float:
+            own = times[unit]
+            if not own:
+                return math.inf
+            turn, within = divmod(at_s, self.span_s) if at_s >= 0 else (0, -1.0)
+            index = bisect_right(own, within)
+            turn, index = (turn + 1, 0) if index == len(own) else (turn, index)
+            return turn * self.span_s + own[index]
+
+        def after(which: Units, at_s: Times) -> Times:
+            return np.array([next_of(*x) for x in zip(which.tolist(), at_s.tolist(), strict=True)])
+
+        return FailureClocks(units, after, -1.0)  # the first event may be at second 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,70 +189,6 @@ class Repair:
         if self.median_s == 0:
             return np.full(count, self.least_s)
         return self.least_s + self.median_s * np.exp(self.sigma * rng.standard_normal(count))
-
-
-# --- clocks ------------------------------------------------------------------------------------------
-
-
-class _DrawnClocks:
-    """Units whose next failure is drawn when they come back."""
-
-    def __init__(self, units: int, draw: Callable[[Units], Times]) -> None:
-        self._draw = draw
-        self.next_s: Times = draw(np.arange(units))
-
-    def renew(self, units: Units, at_s: Times) -> None:
-        self.next_s[units] = at_s + self._draw(units)
-
-
-class _RackClocks:
-    def __init__(self, units: int, model: Racks, rng: np.random.Generator) -> None:
-        self._rng = rng
-        self._rack_of = np.arange(units) // model.per_rack
-        self._alone_s = model.unit_mtbf_s / (1 - model.correlated)
-        self._rack_s = math.inf if model.correlated == 0 else model.unit_mtbf_s / model.correlated
-        racks = int(self._rack_of[-1]) + 1
-        self._rack_next = self._draw(np.zeros(racks))
-        self._alone = rng.exponential(self._alone_s, units)
-        self.next_s: Times = np.minimum(self._alone, self._rack_next[self._rack_of])
-
-    def _draw(self, at_s: Times) -> Times:
-        if math.isinf(self._rack_s):
-            return np.full(len(at_s), math.inf)
-        drawn: Times = at_s + self._rng.exponential(self._rack_s, len(at_s))
-        return drawn
-
-    def renew(self, units: Units, at_s: Times) -> None:
-        self._alone[units] = at_s + self._rng.exponential(self._alone_s, len(units))
-        for unit, at in zip(units.tolist(), at_s.tolist(), strict=True):
-            rack = self._rack_of[unit]
-            while self._rack_next[rack] <= at:  # the rack failed while the unit was away
-                self._rack_next[rack] = self._draw(self._rack_next[rack : rack + 1])[0]
-        self.next_s[units] = np.minimum(self._alone[units], self._rack_next[self._rack_of[units]])
-
-
-class _TraceClocks:
-    def __init__(self, units: int, trace: Trace) -> None:
-        by_unit: dict[int, list[float]] = {}
-        for at, unit in trace.failures:
-            by_unit.setdefault(unit % units, []).append(at)
-        self._span_s = trace.span_s
-        self._times: list[Times] = [np.sort(np.array(by_unit.get(unit, []))) for unit in range(units)]
-        self.next_s: Times = np.array([self._after(unit, -1.0) for unit in range(units)])
-
-    def _after(self, unit: int, at_s: float) -> float:
-        times = self._times[unit]
-        if not len(times):
-            return math.inf
-        turn, within = divmod(at_s, self._span_s) if at_s >= 0 else (0, -1.0)
-        index = int(np.searchsorted(times, within, side="right"))
-        if index == len(times):
-            turn, index = turn + 1, 0
-        return float(turn * self._span_s + times[index])
-
-    def renew(self, units: Units, at_s: Times) -> None:
-        for unit, at in zip(units.tolist(), at_s.tolist(), strict=True):
-            self.next_s[unit] = self._after(unit, at)
 
 
 # Reads recorded failures: a CSV or JSON trace of a cluster, or the recovery records of a running job.

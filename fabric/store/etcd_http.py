@@ -60,12 +60,12 @@ class _Entry(msgspec.Struct):
     lease: _Int64 = 0
 
 
-class _Entries(msgspec.Struct):
+class _KeyRange(msgspec.Struct):
     kvs: list[_Entry] = []
 
 
 class _Response(msgspec.Struct):
-    response_range: _Entries = msgspec.field(default_factory=_Entries)
+    response_range: _KeyRange = msgspec.field(default_factory=_KeyRange)
 
 
 class _Renewal(msgspec.Struct):

@@ -55,7 +55,7 @@ class SlowReplica:
 
 
 @dataclass(slots=True)
-class _Plan(Generic[T]):
+class RemedyPlan(Generic[T]):
     """The newest plan of one kind of remedy. It is made again when its basis changes, and told once."""
 
     advice: T | None = None  # what is not in force
@@ -78,7 +78,7 @@ class RemedyAdvisor:
 
     def forget(self) -> None:
         """Drop the plans and orders, because the job is complete, or wants none."""
-        self._shares, self._layout = _Plan[Remedy](), _Plan[LayoutAdvised]()
+        self._shares, self._layout = RemedyPlan[Remedy](), RemedyPlan[LayoutAdvised]()
         self._wanted_before = Speeds()  # of the newest look at the shares
         self._orders: dict[type, SharesAdvised | LayoutAdvised] = {}  # the newest of each kind
 
@@ -187,7 +187,7 @@ class RemedyAdvisor:
     ) -> list[tuple[str, str]]:
         if slow is None:
             self._orders.pop(LayoutAdvised, None)
-            self._layout = _Plan()
+            self._layout = RemedyPlan()
             return []
         peers, plan = core.state.liveness.peers.items(), self._layout
         waiting = (name for name, peer in peers if peer.connected and peer.session.spare)

@@ -19,11 +19,10 @@ from fabric.lighthouse.connections import connection as codes
 from fabric.lighthouse.connections.connection import (
     FrameCache,
     MemberConnection,
-    SendPacer,
     WorkQueue,
+    frame_of,
     notice_of,
     terms_of,
-    text_frame,
 )
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
@@ -56,7 +55,6 @@ from fabric.protocol.leader.core import MANY, LeaderCore
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages import wire
 from fabric.protocol.nodes import SPARE, HostRow, ReplicaNodes
 from fabric.runtime.driver import Driver
 from fabric.runtime.logs import fields
@@ -78,7 +76,7 @@ class JobConnections:
         # refuses, has a checkpoint server, too.
         self.servers: dict[MemberConnection, dict[tuple[str, int], HeardStatus]] = {}
         self.launchers: dict[str, ReplicaNodes] = {}  # of each replica of several hosts
-        self.pacer = SendPacer()
+        self.pacer = WorkQueue()
         self._frames = FrameCache()
         self._opening: MemberConnection | None = None
 
@@ -163,8 +161,8 @@ class JobConnections:
         others = (statuses.get((last.replica, last.rank)) for statuses in self.servers.values())
         return any(x is not None and x.status.ckpt == last.ckpt for x in others)
 
-    def notify_servers(self, text: str) -> None:
-        frame = text_frame(text)
+    def notify_servers(self, notice: m.EpochNotice) -> None:
+        frame = frame_of(notice)
         for connection in self.servers:
             connection.send(frame)
 
@@ -532,9 +530,9 @@ class Job:
         """Take the statuses of all ranks of a server; the core gets only some of many equal statuses."""
         if self.connections.is_new_server(connection):
             servers, record = len(self.connections.servers), self.core.state.record
-            connection.send(text_frame(wire.encode(terms_of(servers)).decode()))
+            connection.send(frame_of(terms_of(servers)))
             if record is not None:
-                connection.send(text_frame(notice_of(record, servers)))
+                connection.send(frame_of(notice_of(record, servers)))
         news = [x for x in statuses if self.connections.is_news(connection, x, self.now)]
         dropped = self.connections.dropped(connection, statuses)
         for status in news:  # a defect in the core may end all connections of the job here

@@ -146,26 +146,19 @@ class ConstantBatch(FailurePolicy):
     micro-batches of the dead. A repaired group catches up while the others step, and joins at a step
     boundary.
 
-    ``micro_batches``: per group and step (G). ``readmits``: False models groups that return only by a global
-    restart, as in SPARe. That restart is planned (below ``restart_below`` living groups, after a save), so no
-    step is lost. ``stall_s``: from a death to the retried round. ``join_stall_s``: the wait of all groups for
-    a join.
+    ``micro_batches``: per group and step (G). ``stall_s``: from a death to the retried round.
     """
 
     micro_batches: int = 8
     stall_s: float = 0.5
-    join_stall_s: float = 0.0
     readmits: bool = True
-    restart_below: int = 1
     _groups: int = 0
     _alive: set[int] = field(default_factory=set)
     _sizes: dict[int, int] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        return f"constant batch, {self.micro_batches} micro-batches" + (
-            "" if self.readmits else ", planned restarts"
-        )
+        return f"constant batch, {self.micro_batches} micro-batches"
 
     def begin(self, groups: int) -> None:
         self._groups, self._alive, self._sizes = groups, set(range(groups)), {}
@@ -188,10 +181,7 @@ class ConstantBatch(FailurePolicy):
 
     def rejoin(self, groups: list[int]) -> float:
         self._alive.update(groups)
-        return self.join_stall_s
-
-    def restart_due(self) -> bool:
-        return not self.readmits and len(self._alive) < self.restart_below
+        return 0.0
 
 
 def busiest_of_spread(orphans: int, alive: int) -> int:

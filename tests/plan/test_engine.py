@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from papers.published import PlannedRestarts
 
 from fabric.model import Member
 from fabric.plan.advice import (
@@ -108,7 +109,7 @@ def test_a_spare_shortens_the_absence():
 
 def test_planned_restarts_lose_no_step():
     job = dataclasses.replace(QUIET, groups=8, steps=400, restart_s=50.0, save_s=1.0)
-    policy = ConstantBatch(8, readmits=False, restart_below=6)
+    policy = PlannedRestarts(8, restart_below=6)
     ledger = simulate(job, policy, WeibullRenewal(4000.0, 1.0), seed=1)
     assert ledger.restarts > 0
     assert ledger.rework_s == 0

@@ -42,8 +42,7 @@ from fabric.runtime.system_calls import (
     refused,
     speeds_of,
 )
-from fabric.store import open_store
-from fabric.store.etcd_http import EtcdAccess
+from fabric.store import EtcdAccess, open_store
 
 _ANSWER_S = 3.0
 _OPEN_FILES = 1024

@@ -14,7 +14,7 @@ from fabric.errors import ConfigError
 from fabric.runtime.http.lighthouse_client import Lighthouses
 from fabric.runtime.http.tls import TLS_FILES, Tls
 from fabric.runtime.http.token_file import TokenFile
-from fabric.store.etcd_http import EtcdAccess
+from fabric.store import EtcdAccess
 
 _FILE = click.Path(path_type=Path)
 

@@ -152,19 +152,20 @@ def transaction_request(compares: Sequence[Compare], operations: Sequence[Operat
             if revision is not None:
                 guard: Json = {"key": key_bytes(compare.key), "target": target, "result": "EQUAL"}
                 guards.append(guard | {f"{target.lower()}_revision": str(revision)})
-    request: Json = {"compare": guards, "success": [_operation(operation) for operation in operations]}
+    success: list[Json] = []
+    for operation in operations:
+        target_key: Json = {"key": key_bytes(operation.key)}
+        if isinstance(operation, Put):
+            put = target_key | {"value": operation.value, "lease": str(operation.lease)}
+            success.append({"request_put": put})
+        else:
+            success.append({"request_delete_range": target_key})
+    request: Json = {"compare": guards, "success": success}
     if store_id:
         key = STORE_ID_KEY.encode()
         guards.append({"key": key, "target": "VALUE", "result": "EQUAL", "value": store_id.encode()})
         request["failure"] = [{"request_range": {"key": key}}]
     return request
-
-
-def _operation(operation: Operation) -> Json:
-    key = key_bytes(operation.key)
-    if isinstance(operation, Put):
-        return {"request_put": {"key": key, "value": operation.value, "lease": str(operation.lease)}}
-    return {"request_delete_range": {"key": key}}
 
 
 def parse(body: bytes) -> Answer:

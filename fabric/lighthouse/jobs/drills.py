@@ -33,7 +33,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class InjectorRequest(msgspec.Struct):
-    """What the injector of a trainer says that allows drills; the newest request stands for the injector."""
+    """The words of a trainer's injector, which allows drills; its newest request stands for it."""
 
     replica: Name
     id: Name  # names the injector's process; the next process of the replica has another one

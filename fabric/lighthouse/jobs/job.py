@@ -206,7 +206,11 @@ class RecordTasks:
 
     def read(self, asker: object) -> None:
         """Read the record; ends in RecordRead."""
-        self._context.tasks.start(f"read {self._shell.name}", self._read(asker))
+
+        async def answer() -> None:
+            self._shell.answer(asker, io.RecordRead(await self._read_stubbornly(asker)))
+
+        self._context.tasks.start(f"read {self._shell.name}", answer())
 
     async def read_afresh(self) -> Record | None:
         """Return the record for a new core, and forget past failures."""
@@ -231,9 +235,6 @@ class RecordTasks:
         else:
             self._failures = 0
         self._shell.answer(asker, failed if why else io.RecordWritten(record.nonce))
-
-    async def _read(self, asker: object) -> None:
-        self._shell.answer(asker, io.RecordRead(await self._read_stubbornly(asker)))
 
     async def _read_stubbornly(self, asker: object) -> Record | None:
         """Return the record. Ask the store until it answers or the asker no longer waits."""

@@ -8,7 +8,7 @@ import heapq
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fabric.health.alarm import Damping
@@ -44,22 +44,6 @@ class SlownessEvent:
     why: str
 
 
-@dataclass(slots=True)
-class SlowdownCost:
-    """The steps and seconds that one slowdown has cost so far."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    newest: int | None = None  # the newest counted step
-
-    def count(self, step: int, seconds: float, factor: float) -> None:
-        """Take a step that took ``seconds``; steps without a report since the last one took as long."""
-        steps = 1 if self.newest is None else max(0, min(step - self.newest, MOST_BEHIND))
-        self.newest = step
-        self.steps += steps
-        self.seconds += steps * seconds * (1.0 - 1.0 / factor)
-
-
 class SlownessWatch:
     """``hear`` every heartbeat with times; ``look`` when ``is_due``, as it visits all replicas."""
 
@@ -75,7 +59,7 @@ class SlownessWatch:
         # Members that have not been seen to know every step; None: the members cannot be compared.
         self._joining: list[Member] | None = None
         self._slow: dict[str, Slowdown] = {}
-        self._costs: dict[str, SlowdownCost] = {}  # of the present slowdowns
+        self._states: dict[str, SlowdownState] = {}  # of the present slowdowns, with their costs
         self.remedies = RemedyAdvisor()
         self._notes: set[str] = set()
         self.checks = SpeedChecks()  # the micro-benchmarks of slow replicas
@@ -139,7 +123,7 @@ class SlownessWatch:
         if slowdown.is_between_replicas:
             seconds = times.sending_s.get(slowdown.units[1].replica, 0.0)
         if is_time(seconds):
-            self._costs.setdefault(name, SlowdownCost()).count(step, seconds, slowdown.factor)
+            self._states[name] = self._states[name].counted(step, seconds)
 
     def _computing_slowly(self) -> dict[str, Slowdown]:
         """The present slowdowns without slow links between replicas, against which no remedy helps."""
@@ -147,19 +131,7 @@ class SlownessWatch:
 
     def states(self) -> list[SlowdownState]:
         """The present slowdowns, for their records."""
-        costs = self._costs
-        return [
-            SlowdownState(
-                replica=name,
-                scope=str(x.scope),
-                ranks=tuple(self._detector.numbers(x)),
-                factor=x.factor,
-                cause=x.evidence,
-                steps=costs[name].steps if name in costs else 0,
-                cost_s=costs[name].seconds if name in costs else 0.0,
-            )
-            for name, x in self._slow.items()
-        ]
+        return list(self._states.values())
 
     @property
     def slowest_speed(self) -> float:
@@ -174,7 +146,7 @@ class SlownessWatch:
     def look(self, core: LeaderCore, now: float) -> list[SlownessEvent]:
         """Judge all replicas again, and begin or end a check of one; return the new events."""
         events, record = self._look_at_times(core, now), core.state.record
-        ranks = {name: self._detector.numbers(x) for name, x in self._slow.items()}
+        ranks = {name: state.ranks for name, state in self._states.items()}
         verdicts = self.checks.look(
             self._slow, ranks, record.names if record is not None else (), time.time()
         )
@@ -189,7 +161,7 @@ class SlownessWatch:
     def _look_at_times(self, core: LeaderCore, now: float) -> list[SlownessEvent]:
         record, self._looked_at, self._has_news = core.state.record, now, False
         if record is None or record.complete or self.mode(core) == OFF or len(record.roster) > MOST_MEMBERS:
-            self._slow, self._costs = {}, {}
+            self._slow, self._states = {}, {}
             self.remedies.forget()
             return []
         failed = {m.replica for m in record.roster if core.state.liveness.failure_reason(m, now)}
@@ -200,7 +172,16 @@ class SlownessWatch:
         lasting = self._damping.admit(slowdowns.keys() - {WHOLE_JOB}, self._newest_step)
         lasting |= self._job_damping.admit(slowdowns.keys() & {WHOLE_JOB}, self._newest_step)
         self._slow = {name: slowdown for name, slowdown in slowdowns.items() if name in lasting}
-        self._costs = {name: cost for name, cost in self._costs.items() if name in self._slow}
+        self._states = {
+            name: replace(
+                self._states.get(name) or SlowdownState(name),
+                scope=str(x.scope),
+                ranks=tuple(self._detector.numbers(x)),
+                factor=x.factor,
+                cause=x.evidence,
+            )
+            for name, x in self._slow.items()
+        }
         begun = self._slow.keys() - before.keys()
         events = [SlownessEvent("slow", name, x.evidence) for name, x in self._slow.items() if name in begun]
         events += [
@@ -234,11 +215,11 @@ class SlownessWatch:
                 {
                     "scope": str(x.scope),
                     "replica": x.replica,
-                    "ranks": self._detector.numbers(x),
+                    "ranks": list(self._states[name].ranks),
                     "factor": round(x.factor, 3),
                     "evidence": x.evidence,
                 }
-                for x in self._slow.values()
+                for name, x in self._slow.items()
             ],
             "replicas": replicas,
             "links": self._links.states(MOST_ROWS),

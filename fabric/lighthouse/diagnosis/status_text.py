@@ -113,24 +113,19 @@ def numbers(asked: io.Operator) -> str:
     return "".join(f", {name} {value}" for name, value in values if value is not None)
 
 
-def others(replica: str, sessions: Collection[str], record: Record | None, allowed: int) -> int:
-    """Count the other replicas of the job. A member of a roster within the limit needs no count and gets 0.
-
-    This saves time, because thousands of sessions open within seconds, and most belong to members.
-    """
-    members = len(record.roster) if record is not None else 0
-    if len(sessions) + members < allowed:
-        return 0
-    if members <= allowed and record is not None and record.member(replica) is not None:
-        return 0
-    return len({*sessions, *(record.names if record is not None else ())} - {replica})
-
-
-def no_room(job: str, replica: str, others: int, needed: int, allowed: int) -> str:
+def no_room(
+    job: str, replica: str, sessions: Collection[str], record: Record | None, needed: int, allowed: int
+) -> str:
     """Return why ``replica`` gets no session, or an empty string.
 
-    Either the ``others`` fill the ``allowed`` places, or the replica needs more than are ``allowed``.
+    Either others fill the ``allowed`` places, or the replica needs more than are ``allowed``. A member of a
+    roster within the limit needs no count: thousands of sessions open within seconds, and most belong to
+    members.
     """
+    names, others = record.names if record is not None else (), 0
+    is_member = record is not None and record.member(replica) is not None
+    if len(sessions) + len(names) >= allowed and not (is_member and len(names) <= allowed):
+        others = len({*sessions, *names} - {replica})
     if others >= allowed:
         return (
             f"{replica} is not taken: job {job} has {counted(others, 'replica')}, as many as this lighthouse "

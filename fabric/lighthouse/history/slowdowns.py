@@ -5,11 +5,12 @@ report the times of some of their steps.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import to_builtins
 
+from fabric.health.detector import MOST_BEHIND
 from fabric.lighthouse.history.recovery import CAPACITY
 from fabric.model import shortened
 
@@ -26,12 +27,19 @@ class SlowdownState:
     """A slowdown as it is now."""
 
     replica: str  # empty: the whole job
-    scope: str  # rank, stage, link, replica or job
-    ranks: tuple[int, ...]  # the slow ranks; empty: all
-    factor: float  # time of the slow units over the time of equal units
-    cause: str  # the evidence, in a sentence
-    steps: int  # steps since its beginning
-    cost_s: float  # seconds by which these steps took longer
+    scope: str = ""  # rank, stage, link, replica or job
+    ranks: tuple[int, ...] = ()  # the slow ranks; empty: all
+    factor: float = 1.0  # time of the slow units over the time of equal units
+    cause: str = ""  # the evidence, in a sentence
+    steps: int = 0  # steps since its beginning
+    cost_s: float = 0.0  # seconds by which these steps took longer
+    newest: int | None = None  # the newest counted step
+
+    def counted(self, step: int, seconds: float) -> "SlowdownState":
+        """Count a step that took ``seconds``; steps without a report since the last one took as long."""
+        steps = 1 if self.newest is None else max(0, min(step - self.newest, MOST_BEHIND))
+        cost_s = self.cost_s + steps * seconds * (1.0 - 1.0 / self.factor)
+        return replace(self, steps=self.steps + steps, cost_s=cost_s, newest=step)
 
 
 @dataclass(frozen=True, slots=True)

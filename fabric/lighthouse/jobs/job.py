@@ -35,7 +35,6 @@ from fabric.lighthouse.diagnosis.status_text import (
     counts,
     no_room,
     numbers,
-    others,
     policy_kept,
 )
 from fabric.lighthouse.history.ledger import GoodputLedger
@@ -459,8 +458,8 @@ class Job:
         """Open a session, or open it again; return False when the core refused it and it is being closed."""
         record, allowed = self.core.state.record, self.max_replicas
         needed = policy.min_replicas if record is None else 0
-        count = others(session.replica, self.connections.sessions, record, allowed)
-        reason = no_room(self.name, session.replica, count, needed, allowed)
+        sessions = self.connections.sessions
+        reason = no_room(self.name, session.replica, sessions, record, needed, allowed)
         if reason := reason or self.peer_addresses.stranger(session):
             self.note(REFUSED, session.replica, reason)
             self.connections.refuse(connection, reason)

@@ -31,7 +31,8 @@ from fabric.errors import FabricError
 from fabric.ftar.device.device_ring import read_offer
 from fabric.lighthouse.diagnosis.rank_probe import ProbeTarget, of_answers
 from fabric.lighthouse.http.node_meeting import words_of
-from fabric.lighthouse.http.operator_routes import _decoded, _FaultRequest, _InjectorRequest
+from fabric.lighthouse.http.operator_routes import _decoded, _FaultRequest
+from fabric.lighthouse.jobs.drills import InjectorRequest
 from fabric.model import SnapshotRef
 from fabric.plan.failures import phases_of, read_trace
 from fabric.protocol.messages.rank_messages import decode_command, decode_outcomes
@@ -186,7 +187,7 @@ PARSERS = (
     Parser("frames of a link", lambda data, _: FrameParser().feed(data), "\0\0\0\x02ab"),
     Parser(
         "request of an injector",
-        lambda data, _: _decoded(data, _InjectorRequest),
+        lambda data, _: _decoded(data, InjectorRequest),
         {
             "replica": "r0",
             "id": "i",

@@ -32,15 +32,15 @@ LIMITS = {
     "writes of a part of a core into another part": 0,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 82_554,
-    "files of fabric/": 350,
+    "lines of fabric/": 82_053,
+    "files of fabric/": 349,
     "packages over their budget of lines": 0,
-    "single-use helpers of at most four lines, per 1,000 lines": 0.52,
+    "single-use helpers of at most four lines, per 1,000 lines": 0.5,
     "functions that only forward": 67,
     "settings": 30,
     "flags and arguments of commands": 87,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.59,
+    "lines of fabric/ per function": 14.63,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {
@@ -51,14 +51,14 @@ BUDGETS = {
     "collectives": 1_247,
     "drill": 4_161,
     "ftar": 5_059,
-    "health": 1_435,
+    "health": 1_316,
     "integrations": 8_435,
-    "lighthouse": 8_388,
+    "lighthouse": 8_234,
     "model and errors": 657,
-    "plan": 1_727,
+    "plan": 1_588,
     "protocol": 11_661,
     "runtime": 3_693,
-    "store": 1_515,
+    "store": 1_426,
     "transport": 1_186,
 }
 

@@ -48,6 +48,20 @@ ASSUMPTIONS = (
 )
 
 
+@dataclass(slots=True)
+class PlannedRestarts(ConstantBatch):
+    """Groups return only by a global restart, as in SPARe, and the batch stays equal.
+
+    The restart is planned (below ``restart_below`` living groups, after a save), so no step is lost.
+    """
+
+    readmits: bool = False
+    restart_below: int = 1
+
+    def restart_due(self) -> bool:
+        return len(self._alive) < self.restart_below
+
+
 def _within(id_: str, source: str, published: float, ours: float, tolerance: float) -> Figure:
     return Figure(id_, source, published, ours, tolerance, abs(ours - published) <= tolerance)
 
@@ -315,9 +329,7 @@ def our_figures(pool: _Pool, groups: Sequence[int] = SIZES) -> Iterator[Figure]:
     started = []
     for run in (run for run in SPARE_RUNS if run.groups in groups):
         joined = _Case(run.job(0), partial(ConstantBatch, 8, MEASURED_STALL_S), run.failures)
-        planned = partial(
-            ConstantBatch, 8, MEASURED_STALL_S, readmits=False, restart_below=round(0.65 * run.groups)
-        )
+        planned = partial(PlannedRestarts, 8, MEASURED_STALL_S, restart_below=round(0.65 * run.groups))
         started.append((run, pool.start(joined), pool.start(_Case(run.job(0), planned, run.failures))))
     for run, joined_means, planned_means in started:
         name = f"N = {run.groups}: time to train"

@@ -66,19 +66,10 @@ class CusumAlarm:
 
     def __init__(self) -> None:
         self.is_raised = False
-        self._sum = 0.0
+        self.statistic = 0.0  # above zero where the unit may be slow, and nothing should be learnt
         self._usual: deque[float] = deque(maxlen=WINDOW)
         self._doubtful: list[float] = []  # errors since the sum left zero; dropped at an alarm
         self._centre = self._sigma = 0.0
-
-    @property
-    def statistic(self) -> float:
-        """Above zero where the unit may be slow; the detector learns nothing while it is above zero."""
-        return self._sum
-
-    @property
-    def threshold(self) -> float:
-        return max(THRESHOLD, THRESHOLD_SIGMAS * self._sigma)
 
     def observe(self, observed: float, predicted: float) -> bool:
         """Take one pair of times above zero; return whether the alarm is raised now."""
@@ -88,11 +79,13 @@ class CusumAlarm:
             return False
         slack = max(SLACK, SLACK_SIGMAS * self._sigma)
         # The bound lets an alarm end within some ten good samples, after any length of time.
-        self._sum = min(max(0.0, self._sum + min(error - self._centre, LARGEST) - slack), 2 * self.threshold)
-        self.is_raised = self._sum > (0.0 if self.is_raised else self.threshold)
+        threshold = max(THRESHOLD, THRESHOLD_SIGMAS * self._sigma)
+        total = self.statistic + min(error - self._centre, LARGEST) - slack
+        self.statistic = min(max(0.0, total), 2 * threshold)
+        self.is_raised = self.statistic > (0.0 if self.is_raised else threshold)
         if self.is_raised:
             self._doubtful.clear()
-        elif self._sum > 0:
+        elif self.statistic > 0:
             self._doubtful.append(error)
         else:
             self._learn([*self._doubtful, error])

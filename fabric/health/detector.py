@@ -1,19 +1,25 @@
-"""Detectors that take observed times: of one unit, or of the replicas of a job.
+"""Say which replica of a job is slow, and which of its ranks, stages or links makes it slow.
 
 Only time spent computing counts. The caller leaves out steps with an evaluation, a snapshot, a join or
 announced work of the user (`session.busy`), and takes out the time that a unit waited for others.
+
+The ranks of a replica wait for each other, so all of them take as long as the slowest. Only their times
+without these waits tell them apart. Where a wait cannot be measured (on a CUDA device), all ranks of a slow
+replica look slow, and the replica stays the accused. The work per report grows with the ranks of one replica,
+so a job of many ranks is not watched by rank.
 """
 
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
 from statistics import median
 
 from fabric.health.alarm import CusumAlarm, Row, dot, inverse, solve, spread
 from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
 from fabric.health.work import WorkAmount, is_time
+from fabric.model import Member, RankTimes
 
 # Predict the time of work: ``seconds = a * tokens + b * squares + c * micro_batches``.
 #
@@ -33,7 +39,6 @@ MAX_UNCERTAINTY = 1e6
 CLIP = 3.0  # a larger error moves the fit as if it were this many standard deviations
 NOISE_FLOOR = 0.002
 NOISE_GAIN = 0.02  # the weight of one sample in the estimate of the noise
-NEW_LAYOUT_NOISE = 0.2  # the relative error that a new fixed cost may have
 VARIES = 0.02  # work that varies less cannot show whether it predicts the time
 USELESS = 0.95  # the work is used if its errors are below this share of the errors of the number of samples
 
@@ -194,17 +199,6 @@ class WorkPredictor:
             )
             self._fit, self._features = plain, _by_samples
 
-    def rescale(self, factor: float) -> None:
-        """Follow a new layout: ``factor`` is the new share of the layers over the old one, divided by the
-        growth of the tensor-parallel group. The cost per micro-batch stays; later samples move it alone."""
-        if self._fit is None or not (math.isfinite(factor) and factor > 0):
-            return
-        fit = self._fit
-        fit.coefficients = [fit.coefficients[0] * factor, fit.coefficients[1] * factor, fit.coefficients[2]]
-        usual = sum(fit.coefficients)  # the time of usual work, whose scaled features are all 1
-        fit.noise = max(fit.noise, NEW_LAYOUT_NOISE)
-        fit.uncertainty = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, usual * usual]]
-
 
 RECENT = 5  # number of samples whose median is the present slowness; a median ignores two outliers
 SPEED_SAMPLES = 15  # number of samples whose median is a measured speed; odd, so that the median is a sample
@@ -329,6 +323,19 @@ class ReplicaSpeed:
         return 1.0 / self.relative if self.relative is not None else 1.0
 
 
+# A rank explains a slow replica if its own extra time is at least this share of the replica's extra time.
+EXPLAINS = 0.25
+
+
+@dataclass(slots=True)
+class RankHistory:
+    """The times of one rank in the newest steps, and its models."""
+
+    number: int  # rank within the replica
+    detector: UnitDetector = field(default_factory=UnitDetector)
+    waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+
 @dataclass(slots=True)
 class _Replica:
     """The detector's memory of one process of a replica."""
@@ -340,26 +347,68 @@ class _Replica:
     skip: int = FIRST_STEPS
     ratios: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     settling: Settling | None = None  # of the relative time; None while the replica is not slow
+    ranks: dict[Unit, RankHistory] = field(default_factory=dict)  # empty where the ranks are not watched
+    usual_wait_s: float | None = None  # mean wait of a rank in a step, while the replica is well
+
+    @property
+    def wait_s(self) -> float:
+        """The mean over the ranks of the median of their newest waits."""
+        waits = [median(rank.waited_s) for rank in self.ranks.values() if rank.waited_s]
+        return sum(waits) / len(waits) if waits else 0.0
 
 
 class JobDetector:
-    """Watches the replicas of one job, each as one unit."""
+    """Watches the replicas of one job, and at most ``most_ranks`` of their ranks, each as one unit."""
 
-    def __init__(self, floor_s: float = 0.0) -> None:
+    def __init__(self, floor_s: float = 0.0, most_ranks: int = 0) -> None:
         self._floor_s = floor_s  # a replica that makes a step longer by less than this is not reported
+        self._most_ranks = most_ranks
         self._replicas: dict[str, _Replica] = {}
+        self._sizes: dict[str, int] = {}  # ranks of the replicas whose ranks are watched
+        self._by_stage: dict[int, dict[Unit, RankHistory]] = {}
 
-    def observe(self, replica: str, incarnation: int, step: int, work: WorkAmount, seconds: float) -> None:
+    def keep(self, roster: Sequence[Member]) -> None:
+        """Forget processes outside ``roster``, and all ranks where the roster has too many of them."""
+        sizes = {member.replica: len(member.addresses) for member in roster}
+        self._sizes = sizes if sum(sizes.values()) <= self._most_ranks else {}
+        members = {member.replica: member.incarnation for member in roster}
+        for name, watched in [*self._replicas.items()]:
+            if name not in self._sizes:
+                self._forget_ranks(watched)
+            if members.get(name) != watched.incarnation:
+                self._forget_ranks(self._replicas.pop(name))
+
+    def _forget_ranks(self, watched: _Replica) -> None:
+        for unit in watched.ranks:
+            del self._by_stage[unit.stage][unit]
+        watched.ranks.clear()
+
+    def observe(
+        self,
+        replica: str,
+        incarnation: int,
+        step: int,
+        work: WorkAmount,
+        seconds: float,
+        ranks: Sequence[RankTimes] = (),
+        *,
+        is_well: bool = True,
+    ) -> None:
         """Take the report of one step; a repeated or an impossible report does not count.
 
-        Steps may go back, when the job begins from an older state.
+        ``work`` is that of rank 0. ``ranks``: the times of all ranks, which do not count in another number
+        than expected. ``is_well``: whether the replica is not slow at present. Steps may go back, when the
+        job begins from an older state.
         """
         watched = self._replicas.get(replica)
         if watched is None or watched.incarnation != incarnation:
+            if watched is not None:
+                self._forget_ranks(watched)
             watched = self._replicas[replica] = _Replica(replica, incarnation)
         if step < watched.step:
-            watched.unit.relative.clear()
             watched.ratios.clear()
+            for unit in (watched.unit, *(rank.detector for rank in watched.ranks.values())):
+                unit.relative.clear()
         if step == watched.step or not work.is_valid or not is_time(seconds):
             return
         watched.step = step
@@ -375,17 +424,34 @@ class JobDetector:
         watched.settling = (watched.settling or Settling()) if unit.is_slow else None
         if watched.settling is not None and (relative := unit.relative_time) is not None:
             watched.settling.observe(relative)
+        if ranks and len(ranks) == self._sizes.get(replica):
+            self._observe_ranks(watched, work, ranks)
+            if is_well and watched.ranks:
+                usual = watched.usual_wait_s
+                watched.usual_wait_s = (
+                    watched.wait_s if usual is None else 0.95 * usual + 0.05 * watched.wait_s
+                )
+
+    def _observe_ranks(self, watched: _Replica, work: WorkAmount, ranks: Sequence[RankTimes]) -> None:
+        places: dict[int, int] = {}
+        for number, times in enumerate(ranks):
+            place = places[times.stage] = places.get(times.stage, -1) + 1
+            own = replace(work, tokens=times.tokens, squares=times.squares)
+            if own.is_valid and is_time(times.compute_s):
+                unit = Unit(watched.replica, times.stage, place)
+                if unit not in watched.ranks:
+                    watched.ranks[unit] = RankHistory(number)
+                    self._by_stage.setdefault(unit.stage, {})[unit] = watched.ranks[unit]
+                rank, equals = watched.ranks[unit], self._by_stage[unit.stage].values()
+                rank.waited_s.append(times.waited_s)
+                rank.detector.take(watched.step, own, times.compute_s, (x.detector for x in equals))
+
+    # --- what the times show ------------------------------------------------------------------------------
 
     def is_alarmed(self, replica: str) -> bool:
         """Whether this replica is slow by its own past."""
         watched = self._replicas.get(replica)
         return watched is not None and watched.unit.is_slow
-
-    def keep(self, members: Mapping[str, int]) -> None:
-        """Forget the processes that are not in ``members`` (replica -> incarnation)."""
-        gone = [name for name, watched in self._replicas.items() if members.get(name) != watched.incarnation]
-        for name in gone:
-            del self._replicas[name]
 
     def speeds(self) -> list[ReplicaSpeed]:
         """Every replica that has reported, by name."""
@@ -408,27 +474,64 @@ class JobDetector:
         """By replica, the newest times over the times that all replicas' models predict, with their steps."""
         return {name: list(watched.unit.relative) for name, watched in sorted(self._replicas.items())}
 
-    def notes(self) -> dict[str, str]:
-        """Why the declared work of a replica is not used, by replica."""
-        units = {name: watched.unit for name, watched in sorted(self._replicas.items())}
-        return {name: unit.predictor.note for name, unit in units.items() if unit.predictor.note}
+    def ranks(self) -> list[tuple[Unit, RankHistory]]:
+        """The ranks with at least one sample."""
+        return [
+            rank for _, watched in sorted(self._replicas.items()) for rank in sorted(watched.ranks.items())
+        ]
+
+    def numbers(self, slowdown: Slowdown) -> list[int]:
+        """The slow ranks of the replica; empty where the replica as a whole is slow."""
+        return sorted(rank.number for rank in self._accused(slowdown))
+
+    def speeds_of(self, slowdown: Slowdown) -> dict[int, float]:
+        """Each slow rank's speed relative to its own past; empty where no rank computes slowly."""
+        ranks = self._accused(slowdown) if slowdown.scope is not Scope.LINK else []
+        return {x.number: 1.0 / ratio for x in ranks if (ratio := x.detector.ratio) is not None}
+
+    def _accused(self, slowdown: Slowdown) -> list[RankHistory]:
+        watched = self._replicas.get(slowdown.replica)
+        if watched is None or slowdown.scope not in (Scope.RANK, Scope.STAGE, Scope.LINK):
+            return []
+        return [watched.ranks[unit] for unit in slowdown.units if unit in watched.ranks]
+
+    def stages_of(self, replica: str) -> tuple[int, ...]:
+        """The pipeline stage of each rank; empty where the ranks are not watched."""
+        watched = self._replicas.get(replica)
+        ranks = watched.ranks.items() if watched is not None else ()
+        return tuple(stage for _, stage in sorted((rank.number, unit.stage) for unit, rank in ranks))
+
+    # --- who is slow --------------------------------------------------------------------------------------
 
     def slowdowns(self, failed: Collection[str] = ()) -> list[Slowdown]:
-        """The slow replicas, or the whole job. ``failed`` replicas are left out of the comparison."""
-        speeds = {x.replica: x for x in self.speeds() if x.replica not in failed}
+        """The slow replicas, or the whole job; the slow rank, stage or link where the ranks' times tell it.
+
+        ``failed`` replicas are left out of the comparison.
+        """
+        replicas = self.speeds()
+        speeds = {x.replica: x for x in replicas if x.replica not in failed}
+        located = []
+        for slowdown in self._slow_replicas(speeds):
+            asked = slowdown
+            if slowdown.scope is Scope.JOB and len(replicas) == 1:
+                asked = replace(slowdown, scope=Scope.REPLICA, units=(Unit(replicas[0].replica),))
+            seconds = speeds[asked.replica].seconds if asked.replica else 0.0
+            part = self._part(asked, seconds * (1.0 - 1.0 / slowdown.factor))
+            located.append(slowdown if part is asked else replace(part, factor=slowdown.factor))
+        return located
+
+    def _slow_replicas(self, speeds: Mapping[str, ReplicaSpeed]) -> list[Slowdown]:
         replicas = [self._replicas[name] for name in speeds]
         # The newest step that all have reported; later steps would accuse the first reporter of a slow job.
         steps = [watched.step for watched in replicas if watched.ratios]
         until = min((step for step in steps if step > max(steps) - MOST_BEHIND), default=0)
         newest = {Unit(x.replica): newest_median(x.ratios, RECENT, RECENT // 2 + 1, until) for x in replicas}
-        accused = localise({unit: ratio for unit, ratio in newest.items() if ratio is not None})
-        if accused and accused[0].scope is Scope.JOB:  # most of the replicas must have an alarm
-            has_most = 2 * sum(x.is_slow for x in speeds.values()) > len(speeds)
-            changed = accused if has_most else []
-        else:
-            changed = [x for x in accused if speeds[x.replica].is_slow]
-        if any(slowdown.scope is Scope.JOB for slowdown in changed):
-            return changed
+        changed = localise({unit: ratio for unit, ratio in newest.items() if ratio is not None})
+        if changed and changed[0].scope is Scope.JOB:  # most of the replicas must have an alarm
+            if 2 * sum(x.is_slow for x in speeds.values()) > len(speeds):
+                return changed
+            changed = []
+        changed = [x for x in changed if speeds[x.replica].is_slow]
         named = {slowdown.replica for slowdown in changed}
         changed += [x for x in self._since_they_came(replicas, until) if x.replica not in named]
         # The slowness makes the newest step of the replica longer by these seconds.
@@ -453,6 +556,41 @@ class JobDetector:
                 )
                 slowdowns.append(Slowdown(Scope.REPLICA, (Unit(replica),), factor, evidence))
         return slowdowns
+
+    def _part(self, slowdown: Slowdown, extra_s: float) -> Slowdown:
+        """Say which part of the slow replica is slow. ``extra_s``: by how much its newest step is longer.
+
+        Return ``slowdown`` itself where the ranks do not tell.
+        """
+        watched = self._replicas.get(slowdown.replica)
+        if watched is None or slowdown.scope is not Scope.REPLICA or len(watched.ranks) < 2:
+            return slowdown
+        slow: dict[Unit, float] = {}
+        for unit, rank in watched.ranks.items():
+            if (ratio := rank.detector.ratio) is None:
+                return slowdown
+            own_s = rank.detector.seconds * (1.0 - 1.0 / ratio)
+            explains = ratio > SLOW and own_s >= EXPLAINS * extra_s
+            slow[unit] = ratio if explains else 1.0
+        if all(ratio > SLOW for ratio in slow.values()):
+            return slowdown
+        equals: dict[Unit, float] = {}  # ranks of other replicas at the same stages
+        for stage in {unit.stage for unit in slow}:
+            for unit, rank in islice(self._by_stage[stage].items(), MOST_MODELS * len(slow)):
+                if unit.replica != slowdown.replica and (ratio := rank.detector.ratio) is not None:
+                    equals[unit] = ratio
+        for part in localise({**equals, **slow}):
+            if part.scope in (Scope.RANK, Scope.STAGE) and part.units[0] in slow:
+                return part
+        # Accuse the links between the ranks, where the ranks wait for each other and compute as usual.
+        usual_s, wait_s = watched.usual_wait_s, watched.wait_s
+        if usual_s is None or wait_s - usual_s < 0.5 * extra_s:
+            return slowdown
+        evidence = (
+            f"the links between the ranks of replica {slowdown.replica} are slow: no rank computes slowly, "
+            f"and a rank waits {wait_s:.3f} s in each step for the others, usually {usual_s:.3f} s"
+        )
+        return Slowdown(Scope.LINK, tuple(sorted(watched.ranks)), slowdown.factor, evidence)
 
 
 def newest_median(

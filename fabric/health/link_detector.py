@@ -6,15 +6,18 @@ waits while the sender is late. A link that was slow in the warm-up is not seen.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import islice
+from statistics import median
 
 from fabric.health.detector import UnitDetector
-from fabric.health.localise import MANY, MAX_SUSPECTS, Slowdown, Unit, localise
+from fabric.health.localise import MANY, Scope, Slowdown, Unit
 from fabric.health.work import WorkAmount
 from fabric.model import ReplicaProcess, StepTimes
 
+SLOW_LINK = 1.5  # the factor for a link is larger than a unit's: transfers vary more than computation
+MAX_SUSPECTS = 4  # the most links that are called slow at a time
 FLOOR_S = 0.02  # added to every time, so that differences well below it do not count
 _ONE = WorkAmount(1.0)  # each step brings the same bytes
 
@@ -78,19 +81,20 @@ class LinkDetector:
 
     def slowdowns(self, failed: Collection[str] = ()) -> list[Slowdown]:
         """The slow links, the slowest first. Links of ``failed`` replicas are left out."""
-        slow = {
-            ends: link.detector.ratio or 1.0 for ends, link in self._links.items() if link.detector.is_slow
-        }
+        living = [ends for ends in self._links if not {ends[0].replica, ends[1].replica} & set(failed)]
+        slow = {ends: x.ratio or 1.0 for ends in living if (x := self._links[ends].detector).is_slow}
         suspects = nlargest(MAX_SUSPECTS, slow, key=lambda ends: slow[ends])
-        if not suspects:
-            return []
-        others = [ends for ends in islice(self._links, MANY) if ends not in slow]
-        compared = {ends: slow.get(ends, 1.0) for ends in [*suspects, *others]}
-        units = {ends: (Unit(ends[0].replica), Unit(ends[1].replica)) for ends in compared}
-        slowest = localise({}, {units[ends]: ratio for ends, ratio in compared.items()}, failed)
-        links = {units[ends]: self._links[ends] for ends in compared}
-        for number, slowdown in enumerate(slowest):
-            link = links[slowdown.units[0], slowdown.units[1]]
-            late = f"bytes are late on it for {link.newest_s:.3f} s in a step, usually {link.usual_s:.3f} s"
-            slowest[number] = replace(slowdown, evidence=f"{slowdown.evidence}; {late}")
-        return slowest
+        usual = [1.0] * min(len(living) - len(slow), MANY)
+        slowdowns = []
+        for ends in suspects:
+            others = [*(slow[x] for x in suspects if x != ends), *usual]
+            factor = slow[ends] / median(others) if others else slow[ends]
+            if min(factor, slow[ends]) > SLOW_LINK:
+                a, b, link = ends[0].replica, ends[1].replica, self._links[ends]
+                evidence = (
+                    f"the link from {a} to {b} takes {factor:.2f} times as long as the others, and no unit "
+                    f"computes slowly; bytes are late on it for {link.newest_s:.3f} s in a step, usually "
+                    f"{link.usual_s:.3f} s"
+                )
+                slowdowns.append(Slowdown(Scope.LINK, (Unit(a), Unit(b)), factor, evidence))
+        return sorted(slowdowns, key=lambda slowdown: -slowdown.factor)

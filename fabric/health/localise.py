@@ -1,4 +1,4 @@
-"""Say where a slowdown is: in a rank, a stage, a link, a whole replica, or in the whole job.
+"""Say where a slowdown is: in a rank, a stage, a whole replica, or in the whole job.
 
 The input is how much longer than predicted each unit takes. Waiting for others is not part of it, and units
 that have failed are left out: a failure comes before a slowdown.
@@ -11,9 +11,7 @@ from enum import StrEnum
 from statistics import median
 
 SLOW = 1.10  # a unit is slow above this factor over the equal units of other replicas
-SLOW_LINK = 1.5  # the factor for a link is larger, because transfers vary more than computation
 MANY = 64  # a unit is compared with about this many equal units
-MAX_SUSPECTS = 4  # the most links that are called slow at a time
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,16 +53,14 @@ class Slowdown:
 
 
 Ratios = Mapping[Unit, float]
-LinkRatios = Mapping[tuple[Unit, Unit], float]
 
 
-def localise(ratios: Ratios, links: LinkRatios | None = None, failed: Collection[str] = ()) -> list[Slowdown]:
+def localise(ratios: Ratios) -> list[Slowdown]:
     """The slowdowns, the slowest first; empty where nothing is slow.
 
-    ``ratios``: observed over predicted seconds; ``links``: the same for transfers; ``failed``: replicas with
-    a process that has failed or is suspected.
+    ``ratios``: observed over predicted seconds.
     """
-    living = {u: r for u, r in ratios.items() if u.replica not in failed and math.isfinite(r) and r > 0}
+    living = {unit: ratio for unit, ratio in ratios.items() if math.isfinite(ratio) and ratio > 0}
     equals = _Equals(living)
     relative = {unit: ratio / equals.usual(unit) for unit, ratio in living.items() if ratio > SLOW}
     slow = {unit for unit, factor in relative.items() if factor > SLOW}
@@ -78,7 +74,7 @@ def localise(ratios: Ratios, links: LinkRatios | None = None, failed: Collection
         compared = compared if len(living) > 1 else "there is nothing to compare it with"
         text = f"the whole job takes {common:.2f} times as long as predicted: {compared}"
         return [Slowdown(Scope.JOB, (), common, text)]
-    return _slow_links(links or {}, failed)
+    return []
 
 
 class _Equals:
@@ -136,23 +132,3 @@ def _accuse(scope: Scope, units: tuple[Unit, ...], relative: Ratios, ratios: Rat
         f"{place} takes {own:.2f} times as long as predicted for its work, and {factor:.2f} times as long as "
         f"its equals ({others} others compared)",
     )
-
-
-def _slow_links(links: LinkRatios, failed: Collection[str]) -> list[Slowdown]:
-    living = {
-        ends: ratio
-        for ends, ratio in links.items()
-        if not {unit.replica for unit in ends} & set(failed) and math.isfinite(ratio) and ratio > 0
-    }
-    slowdowns = []
-    for ends, ratio in living.items():
-        others = [other for pair, other in living.items() if pair != ends]
-        factor = ratio / median(others) if others else ratio
-        if factor > SLOW_LINK and ratio > SLOW_LINK:
-            a, b = ends
-            place = f"the link from stage {a.stage} of {a.replica} to stage {b.stage} of {b.replica}"
-            if a.replica != b.replica:
-                place = f"the link from {a.replica} to {b.replica}"
-            evidence = f"{place} takes {factor:.2f} times as long as the others, and no unit computes slowly"
-            slowdowns.append(Slowdown(Scope.LINK, ends, factor, evidence))
-    return sorted(slowdowns, key=lambda slowdown: -slowdown.factor)

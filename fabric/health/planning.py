@@ -10,7 +10,7 @@ A speed is a throughput. Pure: values in, values out.
 import heapq
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -80,13 +80,6 @@ class StageLayout:
 
     groups: tuple[tuple[int, ...], ...]  # stage -> the ranks that work there
     layers: tuple[int, ...]  # stage -> its layers
-
-    def __post_init__(self) -> None:
-        ranks = [rank for group in self.groups for rank in group]
-        if not self.groups or not all(self.groups) or len(set(ranks)) != len(ranks):
-            raise ValueError("a stage has no rank, or a rank is at two stages: give each rank one stage")
-        if len(self.layers) != len(self.groups) or min(self.layers) < 1:
-            raise ValueError(f"{len(self.groups)} stages have the layers {self.layers}: give each at least 1")
 
     def stage_speeds(self, speeds: Sequence[float]) -> tuple[float, ...]:
         """Stage -> k times its slowest rank's speed."""
@@ -168,12 +161,18 @@ def propose(
     planned."""
     if not replicas or not all(replica.is_measured for replica in (*replicas, *spares)):
         return ()
+    fleet, spare = _Fleet(total, {replica.replica: replica for replica in replicas}), next(iter(spares), None)
     try:
-        remedies = list(_Planner(total, replicas, cut, spares).remedies())
+        best_s = fleet.best_time()
+        remedies = [fleet.other_shares()]
+        for replica in replicas:
+            change = fleet.repartition(replica, cut) or fleet.exclusion(replica, cut)
+            remedies += [change, fleet.drain(replica, best_s / (1 + (change.gain if change else 0)), spare)]
     except ValueError:
         return ()
     order = list(RemedyKind)
-    return tuple(sorted(remedies, key=lambda x: (order.index(x.kind), -x.gain, x.replica)))
+    possible = [remedy for remedy in remedies if remedy is not None]
+    return tuple(sorted(possible, key=lambda x: (order.index(x.kind), -x.gain, x.replica)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,48 +213,30 @@ class _Fleet:
         others = {name: x for name, x in self.replicas.items() if name != replica}
         return replace(self, replicas=others if instead is None else {**others, instead.replica: instead})
 
-
-class _Planner:
-    def __init__(
-        self, total: int, replicas: Sequence[ReplicaHealth], cut: ModelCut, spares: Sequence[ReplicaHealth]
-    ) -> None:
-        self._cut, self._spare = cut, spares[0] if spares else None
-        self._fleet = _Fleet(total, {replica.replica: replica for replica in replicas})
-        self._base_s = self._fleet.best_time()
-
-    def remedies(self) -> Iterator[Remedy]:
-        yield from self._shares()
-        for replica in self._fleet.replicas.values():
-            remedy = self._repartition(replica) or self._exclusion(replica)
-            if remedy is not None:
-                yield remedy
-            yield from self._drain(replica, self._base_s / (1 + remedy.gain if remedy else 1))
-
-    def _shares(self) -> Iterator[Remedy]:
-        fleet, target = self._fleet, self._fleet.shares()
-        current = {name: replica.micro_batches for name, replica in fleet.replicas.items()}
-        now_s = fleet.step_time(current)
-        gain = now_s / self._base_s - 1
-        is_even = len(set(fleet.level_capacities().values())) == 1
+    def other_shares(self) -> Remedy | None:
+        target = self.shares()
+        current = {name: replica.micro_batches for name, replica in self.replicas.items()}
+        now_s, best_s = self.step_time(current), self.step_time(target)
+        gain = now_s / best_s - 1
+        is_even = len(set(self.level_capacities().values())) == 1
         if is_even or gain < LEAST_GAIN or target == current:
-            return
-        slowest = min(fleet.replicas, key=fleet.capacity)
+            return None
+        slowest = min(self.replicas, key=self.capacity)
         reason = (
             f"replica {slowest} computes at {self._relative(slowest):.2f} of the median speed:"
             f" with {target[slowest]} and not {current[slowest]} micro-batches a step takes"
-            f" {self._base_s / now_s:.2f} of its time"
+            f" {best_s / now_s:.2f} of its time"
         )
-        yield Remedy(RemedyKind.SHARES, slowest, gain, 0.0, reason, target)
+        return Remedy(RemedyKind.SHARES, slowest, gain, 0.0, reason, target)
 
     def _relative(self, replica: str) -> float:
-        capacities = [self._fleet.capacity(name) for name in self._fleet.replicas]
-        return self._fleet.capacity(replica) / statistics.median(capacities)
+        return self.capacity(replica) / statistics.median(map(self.capacity, self.replicas))
 
-    def _repartition(self, replica: ReplicaHealth) -> Remedy | None:
+    def repartition(self, replica: ReplicaHealth, cut: ModelCut) -> Remedy | None:
         """Another split of the layers, in proportion to the speeds of the stages."""
         layout, speeds = replica.layout, replica.layout.stage_speeds(replica.speeds)
         per_rank = [speed / len(group) for speed, group in zip(speeds, layout.groups, strict=True)]
-        if not self._cut.can_repartition or len(speeds) == 1 or _is_even(per_rank):
+        if not cut.can_repartition or len(speeds) == 1 or _is_even(per_rank):
             return None
         target = replace(layout, layers=cut_layers(sum(layout.layers), speeds))
         slowest = min(range(len(speeds)), key=lambda stage: speeds[stage])
@@ -267,13 +248,13 @@ class _Planner:
         )
         return self._change(RemedyKind.REPARTITION, replica, target, reason)
 
-    def _exclusion(self, replica: ReplicaHealth) -> Remedy | None:
+    def exclusion(self, replica: ReplicaHealth, cut: ModelCut) -> Remedy | None:
         """Fewer ranks, without the slowest. A pipeline keeps its ranks."""
         layout = replica.layout
-        if not self._cut.sizes or len(layout.groups) > 1 or _is_even(replica.speeds):
+        if not cut.sizes or len(layout.groups) > 1 or _is_even(replica.speeds):
             return None
         ranks = len(replica.speeds)
-        group = select_group(replica.speeds, {*(k for k in self._cut.sizes if k <= ranks), ranks})
+        group = select_group(replica.speeds, {*(k for k in cut.sizes if k <= ranks), ranks})
         reason = (
             f"a rank of replica {replica.replica} is slow: with groups of {len(group)} and not {ranks} ranks"
         )
@@ -283,30 +264,27 @@ class _Planner:
         self, kind: RemedyKind, replica: ReplicaHealth, target: StageLayout, reason: str
     ) -> Remedy | None:
         """Another layout for a replica, which costs one rejoin; None where it gains too little."""
-        fleet = self._fleet.without(replica.replica, replace(replica, layout=target))
-        gain = self._base_s / fleet.best_time() - 1
-        away_s = self._fleet.without(replica.replica).best_time()
-        cost_s = REJOIN_S * max(0.0, 1 - self._base_s / away_s)
+        fleet, best_s = self.without(replica.replica, replace(replica, layout=target)), self.best_time()
+        gain = best_s / fleet.best_time() - 1
+        cost_s = REJOIN_S * max(0.0, 1 - best_s / self.without(replica.replica).best_time())
         if target == replica.layout or gain < LEAST_GAIN or HORIZON_S * gain / (1 + gain) < cost_s:
             return None
         reason = f"{reason} a step then takes {1 / (1 + gain):.2f} of its time"
         return Remedy(kind, replica.replica, gain, cost_s, reason, fleet.shares(), target)
 
-    def _drain(self, replica: ReplicaHealth, best_s: float) -> Iterator[Remedy]:
-        name, spare = replica.replica, self._spare
-        if self._relative(name) >= 1 - HYSTERESIS:
-            return
-        fleet = self._fleet.without(name, spare)
+    def drain(self, replica: ReplicaHealth, best_s: float, spare: ReplicaHealth | None) -> Remedy | None:
+        """Without the replica. ``best_s``: the time of a step that cheaper remedies reach."""
+        name, fleet = replica.replica, self.without(replica.replica, spare)
         gain = best_s / fleet.best_time() - 1
-        if gain < LEAST_GAIN:
-            return
+        if self._relative(name) >= 1 - HYSTERESIS or gain < LEAST_GAIN:
+            return None
         instead = f"with the spare {spare.replica} in its place" if spare else "without it"
         reason = (
             f"replica {name} computes at {self._relative(name):.2f} of the median speed:"
             f" {instead} a step takes {1 / (1 + gain):.2f} of the time that cheaper remedies reach"
         )
         joins = spare.replica if spare else ""
-        yield Remedy(RemedyKind.DRAIN, name, gain, 0.0, reason, fleet.shares(), joins=joins)
+        return Remedy(RemedyKind.DRAIN, name, gain, 0.0, reason, fleet.shares(), joins=joins)
 
 
 def _is_even(speeds: Sequence[float]) -> bool:

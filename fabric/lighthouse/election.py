@@ -29,8 +29,7 @@ from dataclasses import dataclass
 from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.runtime.system_calls import seconds_since_boot
 from fabric.runtime.tasks import BackgroundLoop
-from fabric.store import Compare, KeyValue, Lease, Operation, Put, Store
-from fabric.store.base import settle_store_id
+from fabric.store.base import Compare, KeyValue, Lease, Operation, Put, Store, settle_store_id
 
 log = logging.getLogger(__name__)
 

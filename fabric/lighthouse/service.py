@@ -39,7 +39,9 @@ from fabric.runtime.http.http_service import check_exposure, serve, url_host
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.tasks import Tasks
-from fabric.store import EtcdAccess, Store, open_store, shown_url
+from fabric.store import open_store, shown_url
+from fabric.store.base import Store
+from fabric.store.etcd_http import EtcdAccess
 
 # Runs Python's cyclic garbage collector while the lighthouse is idle.
 #

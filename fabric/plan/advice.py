@@ -5,6 +5,7 @@ import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,7 +24,6 @@ from fabric.protocol.rules.assignment import spread
 from fabric.protocol.rules.spare import (
     StackedShards,
     best_offsets,
-    block_layout,
     has_distinct_differences,
     ring_layout,
 )
@@ -60,7 +60,6 @@ class Replication(FailurePolicy):
         return f"replication, r = {self.redundancy}"
 
     def begin(self, groups: int) -> None:
-        block_layout(groups, self.redundancy)  # raises ValueError for an impossible layout
         blocks = -(-groups // self.redundancy)
         self._left = [min(self.redundancy, groups - block * self.redundancy) for block in range(blocks)]
 
@@ -147,30 +146,21 @@ class ConstantBatch(FailurePolicy):
     micro-batches of the dead. A repaired group catches up while the others step, and joins at a step
     boundary.
 
-    ``micro_batches``: per group and step (G). ``readmits``: False models groups that return only by a global
-    restart, as in SPARe. That restart is planned (below ``restart_below`` living groups, after a save), so no
-    step is lost. ``stall_s``: from a death to the retried round. ``join_stall_s``: the wait of all groups for
-    a join.
+    ``micro_batches``: per group and step (G). ``stall_s``: from a death to the retried round.
     """
 
     micro_batches: int = 8
     stall_s: float = 0.5
-    join_stall_s: float = 0.0
     readmits: bool = True
-    restart_below: int = 1
     _groups: int = 0
     _alive: set[int] = field(default_factory=set)
     _sizes: dict[int, int] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        return f"constant batch, {self.micro_batches} micro-batches" + (
-            "" if self.readmits else ", planned restarts"
-        )
+        return f"constant batch, {self.micro_batches} micro-batches"
 
     def begin(self, groups: int) -> None:
-        if self.micro_batches < 1:
-            raise ValueError(f"a group computes at least 1 micro-batch, not {self.micro_batches}")
         self._groups, self._alive, self._sizes = groups, set(range(groups)), {}
 
     def slots(self) -> float:
@@ -191,10 +181,7 @@ class ConstantBatch(FailurePolicy):
 
     def rejoin(self, groups: list[int]) -> float:
         self._alive.update(groups)
-        return self.join_stall_s
-
-    def restart_due(self) -> bool:
-        return not self.readmits and len(self._alive) < self.restart_below
+        return 0.0
 
 
 def busiest_of_spread(orphans: int, alive: int) -> int:
@@ -346,7 +333,7 @@ def worthwhile_spares(cluster: Cluster) -> int:
     return min(math.ceil(away), max(1, cluster.replicas // 4))
 
 
-def run_seed(option: PolicyOption, failures: FailureModel, seed: int) -> TimeLedger:
+def _run_seed(failures: FailureModel, option: PolicyOption, seed: int) -> TimeLedger:
     """One run of one option; at the top of the module, so that a process pool can call it."""
     return simulate(option.job, option.make(), failures, seed)
 
@@ -369,18 +356,14 @@ def compare(
         raise ValueError(f"--seeds must be 1 or more, not {seeds}")
     chosen = list(options_for(cluster) if options is None else options)
     process = cluster.failures() if failures is None else failures
-    runs = [(option, seed) for option in chosen for seed in range(seeds)]
-    ledgers: list[TimeLedger] = []
-    if workers > 1:
-        with process_pool(workers) as pool:
-            pending = [pool.submit(run_seed, option, process, seed) for option, seed in runs]
-            for done, result in enumerate(pending, 1):
-                ledgers.append(result.result())
-                progress(done, len(runs))
-    else:
-        for done, (option, seed) in enumerate(runs, 1):
-            ledgers.append(run_seed(option, process, seed))
-            progress(done, len(runs))
+    runs = [option for option in chosen for _ in range(seeds)]
+    work = partial(_run_seed, process)
+    numbers = [seed for _ in chosen for seed in range(seeds)]
+    with process_pool(workers) if workers > 1 else nullcontext() as pool:
+        run_all, ledgers = map if pool is None else pool.map, list[TimeLedger]()
+        for ledger in run_all(work, runs, numbers):
+            ledgers.append(ledger)
+            progress(len(ledgers), len(runs))
     outcomes = [
         _outcome(option, ledgers[number * seeds : (number + 1) * seeds])
         for number, option in enumerate(chosen)
@@ -388,12 +371,12 @@ def compare(
     return sorted(outcomes, key=lambda outcome: (not outcome.finished, -outcome.effective.mean))
 
 
-_PARTS = ("training", "redundant", "stall", "recovery", "rework", "checkpoint")
+PARTS = ("training", "redundant", "stall", "recovery", "rework", "checkpoint")
 
 
 def _outcome(option: PolicyOption, ledgers: Sequence[TimeLedger]) -> PolicyResult:
     total_s = sum(ledger.total_s for ledger in ledgers)
-    shares = {part: sum(getattr(ledger, f"{part}_s") for ledger in ledgers) / total_s for part in _PARTS}
+    shares = {part: sum(getattr(ledger, f"{part}_s") for ledger in ledgers) / total_s for part in PARTS}
     return PolicyResult(
         option.name,
         option.make().label,
@@ -417,7 +400,7 @@ def recommendation(cluster: Cluster, outcomes: Sequence[PolicyResult]) -> str:
             if baseline.finished
             else "; with checkpoint and restart the job would not finish"
         )
-    biggest = max((part for part in _PARTS if part != "training"), key=lambda part: best.shares[part])
+    biggest = max((part for part in PARTS if part != "training"), key=lambda part: best.shares[part])
     return (
         f"Run {best.name} ({best.settings}): {best.effective.mean:.1%} effective training time at a"
         f" failure every"

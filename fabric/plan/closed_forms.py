@@ -1,7 +1,7 @@
 """Published formulas for stacked shards and replication (SPARe, arXiv 2603.00357).
 
 N is the number of groups, r the redundancy (hosts per shard type), k the failures since the last global
-restart. Scalars in, scalars out. Every function raises ValueError for arguments outside its domain.
+restart. Scalars in, scalars out. The arguments are those of a valid `Cluster`.
 """
 
 import math
@@ -11,24 +11,18 @@ from dataclasses import dataclass
 def stack_depth_bound(groups: int, failures: int) -> int:
     """c(k) = ceil(N / (N - k)): the least stack depth at which N - k survivors compute N types (section
     3)."""
-    if not 0 <= failures < groups:
-        raise ValueError(
-            f"failures must be 0 to {groups - 1}, fewer than the {groups} groups, not {failures}"
-        )
     return -(-groups // (groups - failures))
 
 
 def masked_failures(groups: int, redundancy: int) -> float:
     """mu(N, r), the mean number of failures that a Golomb layout masks, as the series
     sum over k = 1 .. N - 1 of (1 - C(k, r) / C(N, r)) ** N."""
-    _check(groups, redundancy)
     hosts = math.comb(groups, redundancy)
     return math.fsum((1 - math.comb(k, redundancy) / hosts) ** groups for k in range(1, groups))
 
 
 def masked_failures_replication(groups: int, redundancy: int) -> float:
     """mu for traditional replication in blocks of r groups: Gamma(1 + 1/r) * N * (r / N) ** (1/r)."""
-    _check(groups, redundancy)
     return math.gamma(1 + 1 / redundancy) * groups * math.pow(redundancy / groups, 1 / redundancy)
 
 
@@ -44,32 +38,21 @@ def optimal_interval(save_s: float, up_s: float, restart_s: float) -> float:
 
     ``up_s`` (T_f) is the mean time between global restarts, ``restart_s`` (T_r) the length of a restart.
     """
-    _positive(up_s=up_s)
-    _not_negative(save_s=save_s, restart_s=restart_s)
     return save_s + math.sqrt(save_s * save_s + 2 * save_s * (up_s + restart_s))
 
 
 def availability(interval_s: float, save_s: float, up_s: float, restart_s: float) -> float:
     """A(T_c) = T_f (1 - T_s / T_c) / (T_f + T_r + T_c / 2): the share of time that makes lasting progress."""
-    _positive(interval_s=interval_s, up_s=up_s)
-    _not_negative(save_s=save_s, restart_s=restart_s)
     return up_s * (1 - save_s / interval_s) / (up_s + restart_s + interval_s / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class JointOptimum:
-    """A redundancy and its best checkpoint interval.
-
-    ``interval_s``: seconds between checkpoints. ``availability``: 0 to 1. ``overhead``: S_bar, stacks per
-    step. ``objective``: J(r) = S_bar / A*, the time to train over that of a run with one stack per step and
-    no failures.
-    """
+    """A redundancy with its best checkpoint interval."""
 
     redundancy: int
-    interval_s: float
-    availability: float
-    overhead: float
-    objective: float
+    overhead: float  # S_bar, stacks per step
+    objective: float  # J(r) = S_bar / A*, the time to train over that of one stack per step and no failures
 
 
 def joint_objective(
@@ -77,13 +60,12 @@ def joint_objective(
 ) -> JointOptimum:
     """J(r) = S_bar / A(T_c*), with T_f = mu(N, r) * m; ``mtbf_s`` is m, the mean time between failures of the
     whole system."""
-    _positive(mtbf_s=mtbf_s)
     masked = masked_failures(groups, redundancy)
     up_s = max(masked, 1.0) * mtbf_s
     interval_s = optimal_interval(save_s, up_s, restart_s)
     overhead = mean_overhead(groups, masked)
     share = 1.0 if interval_s == 0 else availability(interval_s, save_s, up_s, restart_s)
-    return JointOptimum(redundancy, interval_s, share, overhead, overhead / share)
+    return JointOptimum(redundancy, overhead, overhead / share)
 
 
 def best_redundancy(
@@ -100,22 +82,3 @@ def best_redundancy(
         (joint_objective(groups, r, save_s=save_s, restart_s=restart_s, mtbf_s=mtbf_s) for r in candidates),
         key=lambda optimum: optimum.objective,
     )
-
-
-def _check(groups: int, redundancy: int) -> None:
-    if groups < 2:
-        raise ValueError(f"redundancy needs at least 2 groups, not {groups}")
-    if not 1 <= redundancy <= groups:
-        raise ValueError(f"the redundancy must be 1 to {groups}, the number of groups, not {redundancy}")
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} must be a positive number of seconds, not {value:g}")
-
-
-def _not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{name} must be a number of seconds, zero or more, not {value:g}")

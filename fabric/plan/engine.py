@@ -40,15 +40,6 @@ class SimulatedJob:
     spare_join_s: float = 60.0  # the time in which a spare takes a place
     give_up_after: float = 100.0  # the simulation gives up after this multiple of the ideal time
 
-    def __post_init__(self) -> None:
-        if self.groups < 1 or self.steps < 1:
-            raise ValueError(f"a job needs at least 1 group and 1 step, not {self.groups} and {self.steps}")
-        if not (self.compute_s > 0 and math.isfinite(self.compute_s)):
-            raise ValueError(f"the compute time of a step must be positive, not {self.compute_s:g}")
-        for name in ("exchange_s", "jitter", "save_s", "save_every", "restart_s", "spares", "spare_join_s"):
-            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{name} must be zero or more, not {getattr(self, name):g}")
-
     @property
     def step_s(self) -> float:
         """The ideal step: one slot and one exchange, with no slow group."""

@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,19 @@ Times = NDArray[np.float64]
 Units = NDArray[np.intp]
 
 
-class FailureClocks(Protocol):
-    """``next_s``: seconds from the start to each unit's next failure, shape (units,); inf means never."""
+class FailureClocks:
+    """``next_s``: seconds from the start to each unit's next failure, shape (units,); inf means never.
 
-    next_s: Times
+    ``after`` gives the next failures of some units that come back at some times (same shape).
+    """
+
+    def __init__(self, units: int, after: Callable[[Units, Times], Times], start_s: float = 0.0) -> None:
+        self._after = after
+        self.next_s = after(np.arange(units), np.full(units, start_s))
 
     def renew(self, units: Units, at_s: Times) -> None:
         """Draw the next failure of ``units``, which came back at ``at_s`` (same shape)."""
+        self.next_s[units] = self._after(units, at_s)
 
 
 class FailureModel(Protocol):
@@ -49,18 +56,13 @@ class WeibullRenewal:
     scale_s: float
     shape: float = 0.78
 
-    def __post_init__(self) -> None:
-        _positive("scale_s", self.scale_s)
-        _positive("shape", self.shape)
-
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
-        return _DrawnClocks(units, lambda which: self.scale_s * rng.weibull(self.shape, len(which)))
+        return FailureClocks(units, lambda which, at: at + self.scale_s * rng.weibull(self.shape, len(which)))
 
 
 def weibull(system_mtbf_s: float, units: int, shape: float = 0.78) -> WeibullRenewal:
     """Weibull renewal whose mean, of one unit, is ``units`` times the mean time between failures of the
     system."""
-    _positive("the mean time between failures", system_mtbf_s)
     return WeibullRenewal(system_mtbf_s * units / math.gamma(1 + 1 / shape), shape)
 
 
@@ -75,17 +77,11 @@ class Lemons:
     share: float = 0.05
     factor: float = 10.0
 
-    def __post_init__(self) -> None:
-        _positive("unit_mtbf_s", self.unit_mtbf_s)
-        _positive("factor", self.factor)
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"the share of lemons must be 0 to 1, not {self.share:g}")
-
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
         lemons = rng.permutation(units) < round(self.share * units)
         healthy_mtbf_s = self.unit_mtbf_s * float(np.where(lemons, self.factor, 1.0).mean())
         mtbf_s = np.where(lemons, healthy_mtbf_s / self.factor, healthy_mtbf_s)
-        return _DrawnClocks(units, lambda which: rng.exponential(mtbf_s[which]))
+        return FailureClocks(units, lambda which, at: at + rng.exponential(mtbf_s[which]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +90,9 @@ class Fixed:
 
     interval_s: float
 
-    def __post_init__(self) -> None:
-        _positive("interval_s", self.interval_s)
-
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
-        del rng
-        return _FixedClocks(units, self.interval_s)
+        turn = tuple(((unit + 1) * self.interval_s, unit) for unit in range(units))
+        return Trace(turn, units * self.interval_s).clocks(units, rng)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +107,27 @@ class Racks:
     per_rack: int
     correlated: float = 0.1
 
-    def __post_init__(self) -> None:
-        _positive("unit_mtbf_s", self.unit_mtbf_s)
-        if self.per_rack < 1:
-            raise ValueError(f"a rack has at least 1 unit, not {self.per_rack}")
-        if not 0 <= self.correlated < 1:
-            raise ValueError(f"the correlated share must be 0 up to 1, not {self.correlated:g}")
-
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
-        return _RackClocks(units, self, rng)
+        rack_of = np.arange(units) // self.per_rack
+        alone_s = self.unit_mtbf_s / (1 - self.correlated)
+        rack_s = math.inf if self.correlated == 0 else self.unit_mtbf_s / self.correlated
+
+        def fail_after(at: Times) -> Times:
+            drawn = rng.exponential(rack_s, len(at)) if math.isfinite(rack_s) else np.full(len(at), math.inf)
+            times: Times = at + drawn
+            return times
+
+        rack_next = fail_after(np.zeros(int(rack_of[-1]) + 1))
+
+        def after(which: Units, at_s: Times) -> Times:
+            own = at_s + rng.exponential(alone_s, len(which))
+            for rack, at in zip(rack_of[which].tolist(), at_s.tolist(), strict=True):
+                while rack_next[rack] <= at:  # the rack failed while the unit was away
+                    rack_next[rack] = fail_after(rack_next[rack : rack + 1])[0]
+            first: Times = np.minimum(own, rack_next[rack_of[which]])
+            return first
+
+        return FailureClocks(units, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +141,6 @@ class Trace:
     span_s: float
     repairs_s: tuple[float, ...] = ()  # the lengths of the failures that ended within the trace
 
-    def __post_init__(self) -> None:
-        if not self.failures:
-            raise ValueError("the trace has no failures: give a file with at least one 'fail' event")
-        _positive("the span of the trace", self.span_s)
-        if any(not 0 <= at <= self.span_s for at, _ in self.failures):
-            raise ValueError(f"the trace has an event outside its span of {self.span_s:g} s")
-
     @property
     def mtbf_s(self) -> float:
         """Mean time between failures of all units together."""
@@ -155,7 +153,23 @@ class Trace:
 
     def clocks(self, units: int, rng: np.random.Generator) -> FailureClocks:
         del rng
-        return _TraceClocks(units, self)
+        times: list[list[float]] = [[] for _ in range(units)]
+        for at, unit in self.failures:
+            times[unit % units].append(at)
+
+        def next_of(unit: int, at_s: float) -> float:
+            own = times[unit]
+            if not own:
+                return math.inf
+            turn, within = divmod(at_s, self.span_s) if at_s >= 0 else (0, -1.0)
+            index = bisect_right(own, within)
+            turn, index = (turn + 1, 0) if index == len(own) else (turn, index)
+            return turn * self.span_s + own[index]
+
+        def after(which: Units, at_s: Times) -> Times:
+            return np.array([next_of(*x) for x in zip(which.tolist(), at_s.tolist(), strict=True)])
+
+        return FailureClocks(units, after, -1.0)  # the first event may be at second 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,98 +184,11 @@ class Repair:
     median_s: float = 0.0
     sigma: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.least_s < 0 or self.median_s < 0 or self.sigma < 0:
-            raise ValueError("repair times must not be negative")
-
     def draw(self, count: int, rng: np.random.Generator) -> Times:
         """``count`` repair times, shape (count,)."""
         if self.median_s == 0:
             return np.full(count, self.least_s)
         return self.least_s + self.median_s * np.exp(self.sigma * rng.standard_normal(count))
-
-
-# --- clocks ------------------------------------------------------------------------------------------
-
-
-class _DrawnClocks:
-    """Units whose next failure is drawn when they come back."""
-
-    def __init__(self, units: int, draw: Callable[[Units], Times]) -> None:
-        self._draw = draw
-        self.next_s: Times = draw(np.arange(units))
-
-    def renew(self, units: Units, at_s: Times) -> None:
-        self.next_s[units] = at_s + self._draw(units)
-
-
-class _FixedClocks:
-    """The failure with number i comes at (i + 1) * interval, to unit i modulo the units."""
-
-    def __init__(self, units: int, interval_s: float) -> None:
-        self._interval_s = interval_s
-        self.next_s: Times = (np.arange(units, dtype=np.float64) + 1) * interval_s
-
-    def renew(self, units: Units, at_s: Times) -> None:
-        period_s = len(self.next_s) * self._interval_s
-        first_s = (units + 1) * self._interval_s
-        turns = np.maximum(0.0, np.floor((at_s - first_s) / period_s) + 1)
-        self.next_s[units] = first_s + turns * period_s
-
-
-class _RackClocks:
-    def __init__(self, units: int, model: Racks, rng: np.random.Generator) -> None:
-        self._rng = rng
-        self._rack_of = np.arange(units) // model.per_rack
-        self._alone_s = model.unit_mtbf_s / (1 - model.correlated)
-        self._rack_s = math.inf if model.correlated == 0 else model.unit_mtbf_s / model.correlated
-        racks = int(self._rack_of[-1]) + 1
-        self._rack_next = self._draw(np.zeros(racks))
-        self._alone = rng.exponential(self._alone_s, units)
-        self.next_s: Times = np.minimum(self._alone, self._rack_next[self._rack_of])
-
-    def _draw(self, at_s: Times) -> Times:
-        if math.isinf(self._rack_s):
-            return np.full(len(at_s), math.inf)
-        drawn: Times = at_s + self._rng.exponential(self._rack_s, len(at_s))
-        return drawn
-
-    def renew(self, units: Units, at_s: Times) -> None:
-        self._alone[units] = at_s + self._rng.exponential(self._alone_s, len(units))
-        for unit, at in zip(units.tolist(), at_s.tolist(), strict=True):
-            rack = self._rack_of[unit]
-            while self._rack_next[rack] <= at:  # the rack failed while the unit was away
-                self._rack_next[rack] = self._draw(self._rack_next[rack : rack + 1])[0]
-        self.next_s[units] = np.minimum(self._alone[units], self._rack_next[self._rack_of[units]])
-
-
-class _TraceClocks:
-    def __init__(self, units: int, trace: Trace) -> None:
-        by_unit: dict[int, list[float]] = {}
-        for at, unit in trace.failures:
-            by_unit.setdefault(unit % units, []).append(at)
-        self._span_s = trace.span_s
-        self._times: list[Times] = [np.sort(np.array(by_unit.get(unit, []))) for unit in range(units)]
-        self.next_s: Times = np.array([self._after(unit, -1.0) for unit in range(units)])
-
-    def _after(self, unit: int, at_s: float) -> float:
-        times = self._times[unit]
-        if not len(times):
-            return math.inf
-        turn, within = divmod(at_s, self._span_s) if at_s >= 0 else (0, -1.0)
-        index = int(np.searchsorted(times, within, side="right"))
-        if index == len(times):
-            turn, index = turn + 1, 0
-        return float(turn * self._span_s + times[index])
-
-    def renew(self, units: Units, at_s: Times) -> None:
-        for unit, at in zip(units.tolist(), at_s.tolist(), strict=True):
-            self.next_s[unit] = self._after(unit, at)
-
-
-def _positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be a positive number, not {value:g}")
 
 
 # Reads recorded failures: a CSV or JSON trace of a cluster, or the recovery records of a running job.

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from fabric.plan import closed_forms
-from fabric.plan.advice import PolicyResult, compare, options_for, recommendation, replication_cost
+from fabric.plan.advice import PARTS, PolicyResult, compare, options_for, recommendation, replication_cost
 from fabric.plan.cluster import Cluster
 
 _COLORS = ("#2f7ed8", "#d9822b", "#3f9b57", "#b0413e", "#7d5ba6", "#6b7280")
-_PARTS = ("training", "redundant", "stall", "recovery", "rework", "checkpoint")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 680, 300, 56, 44, 16
 _KEY = 180  # width of the names beside a plot, in pixels
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -111,14 +110,14 @@ def _bars(outcomes: Sequence[PolicyResult]) -> str:
     for number, outcome in enumerate(outcomes):
         y, x = number * row + 4, float(label)
         parts.append(f'<text x="{label - 8}" y="{y + 16}" text-anchor="end">{escape(outcome.name)}</text>')
-        for part, color in zip(_PARTS, _COLORS, strict=True):
+        for part, color in zip(PARTS, _COLORS, strict=True):
             width = outcome.shares[part] * (_WIDTH - label - 8)
             title = f"<title>{part}: {outcome.shares[part]:.1%}</title>"
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="22" fill="{color}">{title}</rect>'
             )
             x += width
-    for number, (part, color) in enumerate(zip(_PARTS, _COLORS, strict=True)):
+    for number, (part, color) in enumerate(zip(PARTS, _COLORS, strict=True)):
         x = label + number * 88
         parts.append(f'<rect x="{x}" y="{height - 16}" width="10" height="10" fill="{color}"/>')
         parts.append(f'<text x="{x + 14}" y="{height - 7}">{part}</text>')
@@ -173,10 +172,8 @@ def _axis(
 
 
 def _svg(height: int, title: str, parts: Sequence[str]) -> str:
-    return (
-        f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}">'
-        f"{''.join(parts)}</svg></div>"
-    )
+    box = f'viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}"'
+    return f'<div class="wide"><svg {box}>{"".join(parts)}</svg></div>'
 
 
 _STYLE = """

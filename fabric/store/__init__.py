@@ -8,38 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fabric.errors import ConfigError, LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-from fabric.store.base import (
-    STORE_ID_KEY,
-    Compare,
-    Delete,
-    KeyValue,
-    Lease,
-    Operation,
-    Put,
-    Store,
-)
+from fabric.errors import ConfigError
+from fabric.store.base import Store
 from fabric.store.etcd import EtcdStore
 from fabric.store.etcd_http import EtcdAccess
 from fabric.store.sqlite_file import SqliteStore
 
-__all__ = [
-    "STORE_ID_KEY",
-    "Compare",
-    "Delete",
-    "EtcdAccess",
-    "KeyValue",
-    "Lease",
-    "LeaseGone",
-    "Operation",
-    "Put",
-    "Store",
-    "StoreError",
-    "StoreIndefinite",
-    "StoreUnavailable",
-    "open_store",
-    "shown_url",
-]
+__all__ = ["EtcdAccess", "open_store", "shown_url"]
 
 # Opens a store by its URL; refuses an invalid URL before it touches a file or a server.
 
@@ -73,7 +48,11 @@ def open_store(
             f"Certificates and users are for etcd, the store is {shown_url(url)!r}: leave them out."
         )
     if scheme == "sqlite" and rest.startswith("//"):
-        return SqliteStore(_path(url, rest[2:]), attempt_timeout_s=attempt_timeout_s)
+        text = rest[2:]
+        if not text.strip("/") or text.endswith("/") or "\0" in text:
+            raise ConfigError(f"The store {shown_url(url)!r} names no file: write it like {_EXAMPLES}.")
+        path = Path("/" + text.lstrip("/") if text.startswith("/") else text).absolute()
+        return SqliteStore(path, attempt_timeout_s=attempt_timeout_s)
     if scheme in ("etcd", "etcds") and rest.startswith("//"):
         tls = scheme == "etcds"
         return EtcdStore(
@@ -82,12 +61,6 @@ def open_store(
             access=replace(access or EtcdAccess(), tls=tls),
         )
     raise ConfigError(f"The store {shown_url(url)!r} is not one we know: write it like {_EXAMPLES}.")
-
-
-def _path(url: str, text: str) -> Path:
-    if not text.strip("/") or text.endswith("/") or "\0" in text:
-        raise ConfigError(f"The store {shown_url(url)!r} names no file: write it like {_EXAMPLES}.")
-    return Path("/" + text.lstrip("/") if text.startswith("/") else text).absolute()
 
 
 def _endpoint(url: str, text: str, scheme: str) -> str:

@@ -21,20 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
-
-__all__ = [
-    "STORE_ID_KEY",
-    "Compare",
-    "Delete",
-    "KeyValue",
-    "Lease",
-    "LeaseGone",
-    "Operation",
-    "Put",
-    "Store",
-    "StoreUnavailable",
-]
+from fabric.errors import LeaseGone, StoreError, StoreIndefinite
 
 # The key under which ``Store.connect`` keeps the store's random id.
 STORE_ID_KEY = "/fabric/store-id"
@@ -117,22 +104,18 @@ class Store(Protocol):
     @property
     def warnings(self) -> list[str]:
         """Sentences for the operator about this store, known after ``connect``."""
-        ...
 
     async def connect(self) -> str:
         """Reach the store and return its id: random, written once by the first handle.
 
         A wiped or replaced store has another id, and none of the old store's keys or revisions.
         """
-        ...
 
     async def get(self, key: str) -> KeyValue | None:
         """Return the key's newest committed value (linearizable), or None."""
-        ...
 
     async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
         """Return all keys with the prefix, in key order, at one revision, and that revision."""
-        ...
 
     async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
         """Apply all operations if all guards hold, atomically; no key may occur in two operations.
@@ -140,23 +123,18 @@ class Store(Protocol):
         Returns the store's revision afterwards, or None when a guard failed. Raises LeaseGone when a
         Put names a lease that has ended, StoreIndefinite when the outcome is not known.
         """
-        ...
 
     async def grant_lease(self, ttl_s: float) -> Lease:
         """Return a new lease. A lost answer leaves at most an unused lease, which ends after its TTL."""
-        ...
 
     async def keep_alive(self, lease_id: int) -> float:
         """Renew a lease; returns the TTL in seconds. Raises LeaseGone when it has ended."""
-        ...
 
     async def revoke(self, lease_id: int) -> None:
         """End a lease now and delete its keys; one that has already ended is fine."""
-        ...
 
     async def close(self) -> None:
         """Give up connections and threads. Leases run out later."""
-        ...
 
 
 def key_bytes(key: str) -> bytes:

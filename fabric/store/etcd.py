@@ -27,11 +27,12 @@ from fabric.store.base import (
     Put,
     check_transaction,
     check_ttl,
+    key_bytes,
     key_range,
     lease_gone,
     settle_store_id,
 )
-from fabric.store.etcd_http import EtcdAccess, Gateway, GatewayFailure, Json
+from fabric.store.etcd_http import Answer, EtcdAccess, Gateway, GatewayFailure, Json
 
 # Keys per page of a list: a page of the largest values stays below the limit on an answer's size.
 PAGE_KEYS = 16
@@ -75,7 +76,7 @@ class EtcdStore:
         return self._store_id
 
     async def get(self, key: str) -> KeyValue | None:
-        entries = etcd_http.key_values(await self._read(etcd_http.get_request(key)))
+        entries = (await self._read({"key": key_bytes(key)})).key_values
         return entries[0] if entries else None
 
     async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
@@ -85,10 +86,9 @@ class EtcdStore:
         while True:
             answer = await self._read(etcd_http.list_request(start, end, revision, PAGE_KEYS))
             # All pages of a list show the store as it was at the read of the first page.
-            revision = revision or etcd_http.revision_of(answer)
-            page = etcd_http.key_values(answer)
+            revision, page = revision or answer.header.revision, answer.key_values
             entries += page
-            if not answer.get("more") or not page:
+            if not answer.more or not page:
                 return entries, revision
             if len(entries) > MAX_LISTED_KEYS:
                 raise StoreError(
@@ -123,7 +123,7 @@ class EtcdStore:
         # etcd counts whole seconds: round up, so that the TTL is never shorter than the caller's TTL.
         request: Json = {"TTL": str(math.ceil(check_ttl(ttl_s)))}
         answer = await self._anywhere("/v3/lease/grant", request, writes=True)
-        lease = Lease(etcd_http.integer(answer, "ID"), float(etcd_http.integer(answer, "TTL")))
+        lease = Lease(answer.ID, float(answer.TTL))
         if not lease.id or lease.ttl_s <= 0:
             raise StoreError("The etcd granted a lease without an id or a TTL: check its version and health.")
         return lease
@@ -131,11 +131,9 @@ class EtcdStore:
     async def keep_alive(self, lease_id: int) -> float:
         request: Json = {"ID": str(lease_id)}
         answer = await self._anywhere("/v3/lease/keepalive", request, writes=True, missing_is_fine=True)
-        result = answer.get("result")
-        ttl_s = etcd_http.integer(result, "TTL") if isinstance(result, dict) else 0
-        if ttl_s <= 0:
+        if answer.result.TTL <= 0:
             raise lease_gone(lease_id)
-        return float(ttl_s)
+        return float(answer.result.TTL)
 
     async def revoke(self, lease_id: int) -> None:
         await self._anywhere("/v3/lease/revoke", {"ID": str(lease_id)}, writes=True, missing_is_fine=True)
@@ -153,9 +151,9 @@ class EtcdStore:
         warnings: dict[str, None] = {}
         silent = []
         for endpoint, answer in zip(gateway.endpoints, answers, strict=True):
-            if isinstance(answer, dict):
+            if isinstance(answer, Answer):
                 self._check_cluster(endpoint, answer)
-                warning = etcd_http.version_warning(answer.get("version"))
+                warning = etcd_http.version_warning(answer.version)
             elif isinstance(answer, GatewayFailure):
                 warning = (
                     f"The endpoint {endpoint} does not tell its status ({answer.text}): make sure that it is "
@@ -173,10 +171,10 @@ class EtcdStore:
             raise _unavailable(silent)
         self.warnings = [*warnings]
 
-    async def _read(self, request: Json) -> Json:
+    async def _read(self, request: Json) -> Answer:
         floor = self._revision
         answer = await self._anywhere("/v3/kv/range", request, writes=False)
-        revision = etcd_http.revision_of(answer)
+        revision = answer.header.revision
         if revision < floor:
             raise StoreError(
                 f"The etcd store went back from revision {floor} to {revision}: it was wiped or restored, "
@@ -187,7 +185,7 @@ class EtcdStore:
 
     async def _anywhere(
         self, path: str, request: Json, *, writes: bool, missing_is_fine: bool = False
-    ) -> Json:
+    ) -> Answer:
         """Send a request that may be repeated, to one endpoint after the other.
 
         Raises StoreUnavailable when no endpoint answered. With ``writes``, raises StoreIndefinite when an
@@ -208,7 +206,7 @@ class EtcdStore:
                 if not isinstance(answer, GatewayFailure):
                     return self._check_cluster(endpoint, answer)
                 if answer.code == etcd_http.NOT_FOUND and missing_is_fine:
-                    return {}
+                    return Answer()
                 if answer.is_definite and not answer.is_no_leader:
                     raise StoreError(f"The etcd endpoint {endpoint} refused {path}: {answer.text}.")
                 refusals.append(f"The etcd endpoint {endpoint} failed ({answer.text}).")
@@ -217,17 +215,12 @@ class EtcdStore:
             raise lost
         raise _unavailable(refusals) from lost
 
-    def _outcome(self, endpoint: str, answer: Json) -> int | None:
+    def _outcome(self, endpoint: str, answer: Answer) -> int | None:
         self._check_cluster(endpoint, answer)
-        try:
-            revision = etcd_http.revision_of(answer)
-            if answer.get("succeeded") is True:
-                self._revision = max(self._revision, revision)
-                return revision
-            store_id = etcd_http.failed_store_id(answer)
-        except StoreError as error:
-            raise StoreIndefinite(f"{error} The transaction may or may not have been applied.") from error
-        if self._store_id and store_id != self._store_id.encode():
+        if answer.succeeded:
+            self._revision = max(self._revision, answer.header.revision)
+            return answer.header.revision
+        if self._store_id and answer.failed_store_id != self._store_id.encode():
             raise StoreError(
                 f"The etcd at {endpoint} is no longer the store {self._store_id}: it was wiped or replaced, "
                 "nothing was written; connect again and read everything again."
@@ -247,16 +240,15 @@ class EtcdStore:
             "been applied, read again before going on."
         )
 
-    def _check_cluster(self, endpoint: str, answer: Json) -> Json:
-        header = answer.get("header")
-        cluster_id = header.get("cluster_id") if isinstance(header, dict) else None
-        if isinstance(cluster_id, str) and cluster_id != self._cluster_id:
+    def _check_cluster(self, endpoint: str, answer: Answer) -> Answer:
+        cluster_id = answer.header.cluster_id[:40]
+        if cluster_id and cluster_id != self._cluster_id:
             if self._cluster_id:
                 raise StoreError(
                     f"The etcd endpoint {endpoint} belongs to another cluster than the one we began with: "
                     "name the members of one cluster only."
                 )
-            self._cluster_id = cluster_id[:40]
+            self._cluster_id = cluster_id
         return answer
 
     def _connected(self) -> Gateway:

@@ -14,16 +14,15 @@ it applies anything. So the request, also a write, is repeated once with a new t
 The size of an answer is checked before memory is taken. No exception of aiohttp leaves this module.
 """
 
-import base64
-import binascii
 import io
-import json
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import aiohttp
+import msgspec
 
 from fabric.errors import ConfigError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.runtime.http.tls import RenewedContext
@@ -41,10 +40,64 @@ from fabric.store.base import (
 #
 # It is protobuf's JSON mapping: bytes are base64, 64-bit integers are decimal strings, and a field that is
 # zero, empty or false is left out. Errors are an object with a gRPC ``code``, or plain text when they come
-# from the HTTP layer. Every field of an answer is checked here; no type is assumed.
+# from the HTTP layer.
 
 
 Json = dict[str, object]
+_Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class _Header(msgspec.Struct):
+    cluster_id: str = ""
+    revision: _Int64 = 0
+
+
+class _Entry(msgspec.Struct):
+    key: bytes = b""
+    value: bytes = b""
+    create_revision: _Int64 = 0
+    mod_revision: _Int64 = 0
+    lease: _Int64 = 0
+
+
+class _KeyRange(msgspec.Struct):
+    kvs: list[_Entry] = []
+
+
+class _Response(msgspec.Struct):
+    response_range: _KeyRange = msgspec.field(default_factory=_KeyRange)
+
+
+class _Renewal(msgspec.Struct):
+    TTL: _Int64 = 0
+
+
+class Answer(msgspec.Struct):
+    """The fields that we read of the answers to all requests."""
+
+    header: _Header = msgspec.field(default_factory=_Header)
+    kvs: list[_Entry] = []
+    more: bool = False  # of a list
+    succeeded: bool = False  # of a transaction
+    responses: list[_Response] = []  # of a transaction whose guards failed
+    ID: _Int64 = 0  # of a new lease
+    TTL: _Int64 = 0
+    result: _Renewal = msgspec.field(default_factory=_Renewal)  # of a renewal
+    token: str = ""
+    version: object = None
+    error: object = None  # a streaming call sends errors so, with status 200
+
+    @property
+    def key_values(self) -> list[KeyValue]:
+        return [
+            KeyValue(key_text(x.key), x.value, x.create_revision, x.mod_revision, x.lease) for x in self.kvs
+        ]
+
+    @property
+    def failed_store_id(self) -> bytes | None:
+        """The id that a failed transaction found in the store; None where the store has no id."""
+        return next((x.value for response in self.responses for x in response.response_range.kvs), None)
+
 
 # gRPC status codes that mean that nothing was applied: invalid argument, not found, already exists,
 # permission denied, resource exhausted (too many requests, no space), failed precondition, out of range,
@@ -85,64 +138,55 @@ class GatewayFailure:
         return self.code in DEFINITE_CODES or self.is_no_leader
 
 
-def encode(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def get_request(key: str) -> Json:
-    return {"key": encode(key_bytes(key))}
-
-
 def list_request(start: bytes, end: bytes, revision: int, limit: int) -> Json:
     """Ask for the keys in [start, end) at a revision (0: the newest), at most ``limit`` of them."""
-    request: Json = {"key": encode(start), "range_end": encode(end), "limit": str(limit)}
-    if revision:
-        request["revision"] = str(revision)
-    return request
+    request: Json = {"key": start, "range_end": end, "limit": str(limit)}
+    return request | ({"revision": str(revision)} if revision else {})
 
 
 def transaction_request(compares: Sequence[Compare], operations: Sequence[Operation], store_id: str) -> Json:
     """Return the guarded transaction; where ``store_id`` is given, it also guards the store's id."""
     guards: list[Json] = []
     for compare in compares:
-        key = encode(key_bytes(compare.key))
         for target, revision in (("CREATE", compare.create_revision), ("MOD", compare.mod_revision)):
             if revision is not None:
-                field = f"{target.lower()}_revision"
-                guards.append({"key": key, "target": target, "result": "EQUAL", field: str(revision)})
-    request: Json = {"compare": guards, "success": [_operation(operation) for operation in operations]}
+                guard: Json = {"key": key_bytes(compare.key), "target": target, "result": "EQUAL"}
+                guards.append(guard | {f"{target.lower()}_revision": str(revision)})
+    success: list[Json] = []
+    for operation in operations:
+        target_key: Json = {"key": key_bytes(operation.key)}
+        if isinstance(operation, Put):
+            put = target_key | {"value": operation.value, "lease": str(operation.lease)}
+            success.append({"request_put": put})
+        else:
+            success.append({"request_delete_range": target_key})
+    request: Json = {"compare": guards, "success": success}
     if store_id:
-        key = encode(STORE_ID_KEY.encode())
-        value = encode(store_id.encode())
-        guards.append({"key": key, "target": "VALUE", "result": "EQUAL", "value": value})
+        key = STORE_ID_KEY.encode()
+        guards.append({"key": key, "target": "VALUE", "result": "EQUAL", "value": store_id.encode()})
         request["failure"] = [{"request_range": {"key": key}}]
     return request
 
 
-def _operation(operation: Operation) -> Json:
-    key = encode(key_bytes(operation.key))
-    if isinstance(operation, Put):
-        put: Json = {"key": key, "value": encode(operation.value), "lease": str(operation.lease)}
-        return {"request_put": put}
-    return {"request_delete_range": {"key": key}}
-
-
-def parse(body: bytes) -> Json:
-    """Return the JSON object in a body. Raises StoreError for any other body."""
+def parse(body: bytes) -> Answer:
+    """Return the answer in a body. Raises StoreError for any other body."""
     try:
-        answer = json.loads(body)
+        return msgspec.json.decode(body, type=Answer, strict=False)
     except (ValueError, RecursionError) as error:
-        raise StoreError(_strange("an answer that is not JSON")) from error
-    return _object(answer)
+        raise StoreError(
+            f"The etcd endpoint sent something else than an answer ({error}): make sure that the address is "
+            "an etcd of version 3.4 or newer."
+        ) from error
 
 
 def failure(status: int, body: bytes) -> GatewayFailure:
     """Read a non-200 answer; never raises, since a proxy may send any bytes."""
-    text = body[:300].decode("utf-8", "replace").strip()
     try:
-        answer = parse(body)
-    except StoreError:
-        return GatewayFailure(None, f"HTTP {status}: {text}")
+        answer = msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        return GatewayFailure(None, f"HTTP {status}: {body[:300].decode('utf-8', 'replace').strip()}")
     return _failure(answer, status)
 
 
@@ -152,32 +196,6 @@ def _failure(answer: Json, status: int) -> GatewayFailure:
     return GatewayFailure(
         code if isinstance(code, int) and not isinstance(code, bool) else None, str(message)[:300]
     )
-
-
-def unary_result(answer: Json) -> Json | GatewayFailure:
-    """Return ``answer`` (of status 200), or the error in it: a streaming call sends errors so."""
-    error = answer.get("error")
-    if error is None:
-        return answer
-    return _failure(error, 200) if isinstance(error, dict) else GatewayFailure(None, str(error)[:300])
-
-
-def revision_of(answer: Json) -> int:
-    """Return the store's revision in an answer's header, 0 without one."""
-    return integer(_object(answer.get("header", {})), "revision")
-
-
-def key_values(answer: Json) -> list[KeyValue]:
-    return [_key_value(_object(item)) for item in _array(answer, "kvs")]
-
-
-def failed_store_id(answer: Json) -> bytes | None:
-    """Return the id that a failed transaction found in the store; None where the store has no id."""
-    for response in _array(answer, "responses"):
-        entries = key_values(_object(_object(response).get("response_range", {})))
-        if entries:
-            return entries[0].value
-    return None
 
 
 def version_warning(version: object) -> str | None:
@@ -191,56 +209,6 @@ def version_warning(version: object) -> str | None:
         if first <= numbers < below:
             return f"etcd {release} {sentence}."
     return None
-
-
-def integer(answer: Json, field: str) -> int:
-    """Return a 64-bit field, 0 when left out. Raises StoreError for anything else."""
-    value = answer.get(field, 0)
-    if isinstance(value, str) and len(value) <= 20:
-        try:
-            value = int(value)
-        except ValueError:
-            value = None
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
-        raise StoreError(_strange(f"a field {field!r} that is no integer"))
-    return value
-
-
-def _key_value(item: Json) -> KeyValue:
-    return KeyValue(
-        key=key_text(_data(item, "key")),
-        value=_data(item, "value"),
-        create_revision=integer(item, "create_revision"),
-        mod_revision=integer(item, "mod_revision"),
-        lease=integer(item, "lease"),
-    )
-
-
-def _data(item: Json, field: str) -> bytes:
-    value = item.get(field, "")
-    try:
-        if isinstance(value, str):
-            return base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError):
-        pass
-    raise StoreError(_strange(f"a field {field!r} that is not base64"))
-
-
-def _object(value: object) -> Json:
-    if not isinstance(value, dict):
-        raise StoreError(_strange("something else than an object"))
-    return value
-
-
-def _array(answer: Json, field: str) -> Sequence[object]:
-    value = answer.get(field, [])
-    if not isinstance(value, list):
-        raise StoreError(_strange(f"a field {field!r} that is no list"))
-    return value
-
-
-def _strange(what: str) -> str:
-    return f"The etcd endpoint sent {what}: make sure that the address is an etcd of version 3.4 or newer."
 
 
 _MAX_PASSWORD_BYTES = 4096
@@ -345,7 +313,7 @@ class Gateway:
 
     async def post(
         self, endpoint: str, path: str, request: Json, *, fresh: bool = False
-    ) -> Json | GatewayFailure:
+    ) -> Answer | GatewayFailure:
         """Send one request; return its answer.
 
         Raises StoreUnavailable when it was not sent, StoreIndefinite when the answer was lost or cannot
@@ -375,27 +343,26 @@ class Gateway:
                     f"The etcd endpoint {endpoint} refused the user {self._access.user!r}: {answer.text}; "
                     "check the store's user and password file, and that authentication is enabled there."
                 )
-            token = answer.get("token")
-            self._token = token if isinstance(token, str) and token.isprintable() else ""
+            self._token = answer.token if answer.token.isprintable() else ""
         return self._token
 
     async def _post(
         self, endpoint: str, path: str, request: Json, *, fresh: bool = False
-    ) -> Json | GatewayFailure:
+    ) -> Answer | GatewayFailure:
         if self._closed:
             raise StoreUnavailable(f"Nothing was sent to {endpoint}, since the store was closed meanwhile.")
         headers = {"Authorization": self._token} if self._token else {}
         session = self._fresh if fresh else self._kept
         # A file object, because aiohttp writes it in pieces: a large body does not block the event loop.
-        body = io.BytesIO(json.dumps(request).encode())
+        body = io.BytesIO(msgspec.json.encode(request))
         try:
             # Follow no redirects: etcd sends none, and a body must not be sent twice.
             async with session.post(
                 endpoint + path, data=body, headers=headers, allow_redirects=False
             ) as response:
-                answer = await _bounded(response)
+                data = await _bounded(response)
                 if response.status != 200:
-                    return failure(response.status, answer)
+                    return failure(response.status, data)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             # A failed TLS handshake is among these errors: nothing was sent.
             raise StoreUnavailable(f"The etcd endpoint {endpoint} cannot be reached ({error}).") from error
@@ -405,9 +372,12 @@ class Gateway:
                 "was asked may or may not have been done, read again before going on."
             ) from error
         try:
-            return unary_result(parse(answer))
+            answer = parse(data)
         except StoreError as error:
             raise StoreIndefinite(f"{error} What was asked of {endpoint} may or may not be done.") from error
+        if answer.error is None:
+            return answer
+        return _failure(answer.error if isinstance(answer.error, dict) else {"error": answer.error}, 200)
 
     async def close(self) -> None:
         self._closed = True

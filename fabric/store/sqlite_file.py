@@ -159,14 +159,12 @@ class SqliteFile:
             self._connection = connection
             self._prepare(connection)
             status = self._path.stat()
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, StoreError) as error:
             if connection is not None:
                 connection.close()
+            if isinstance(error, StoreError):
+                raise
             raise self._translated(error) from error
-        except StoreError:
-            if connection is not None:
-                connection.close()
-            raise
         self._identity = (status.st_dev, status.st_ino)
         if status.st_mode & 0o077:
             self.warnings.append(

@@ -12,7 +12,9 @@ from etcd_process import EtcdMember, free_ports, require_etcd, running_etcd, wai
 from store_harness import soon
 
 from fabric.errors import ConfigError, StoreError, StoreUnavailable
-from fabric.store import Compare, EtcdAccess, Put, open_store
+from fabric.store import open_store
+from fabric.store.base import Compare, Put
+from fabric.store.etcd_http import EtcdAccess
 
 pytestmark = pytest.mark.etcd
 

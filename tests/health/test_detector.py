@@ -8,6 +8,7 @@ import pytest
 from fabric.health.detector import JobDetector
 from fabric.health.localise import Scope
 from fabric.health.work import WorkAmount
+from fabric.model import Member
 
 BEFORE, NOISE = 120, 0.01
 
@@ -85,7 +86,7 @@ def test_a_failed_replica_is_not_accused_of_being_slow():
     fleet.run(10, r2=3.0)
     assert fleet.detector.slowdowns(failed={"r2"}) == []
     assert [x.replica for x in fleet.detector.slowdowns()] == ["r2"]
-    fleet.detector.keep({"r0": 1, "r1": 1})
+    fleet.detector.keep([Member(name, 1, "", "") for name in ("r0", "r1")])
     assert fleet.detector.slowdowns() == []
 
 

@@ -113,17 +113,6 @@ def test_work_that_never_varies_keeps_its_prediction_for_a_thousand_steps():
     assert predictor.predict(half) == pytest.approx(0.05, rel=0.02)
 
 
-def test_a_new_layout_scales_the_work_and_learns_the_fixed_cost_again():
-    rng = random.Random(6)
-    predictor = warmed_up(rng)
-    predictor.rescale(0.5)
-    for _ in range(60):
-        work = packed(rng)
-        predictor.learn([(work, 0.5e-5 * attention_s(work) + 0.004)])
-    work = packed(rng)
-    assert predictor.predict(work) == pytest.approx(0.5e-5 * attention_s(work) + 0.004, rel=0.01)
-
-
 # --- work of no use ---------------------------------------------------------------------------------------
 
 

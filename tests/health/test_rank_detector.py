@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from fabric.health.detector import KEPT_STEPS
+from fabric.health.detector import KEPT_STEPS, JobDetector
 from fabric.health.localise import Scope, Slowdown, Unit
-from fabric.health.rank_detector import RankDetector, RankReport
 from fabric.health.work import WorkAmount
 from fabric.model import Member, RankAddress, RankTimes
 
@@ -19,7 +18,7 @@ class Ranks:
     """Replicas of four ranks that wait for the slowest rank of their replica."""
 
     def __init__(self, stages: Sequence[int] = (0, 0, 0, 0), replicas: Sequence[str] = REPLICAS) -> None:
-        self.detector = RankDetector(1000)
+        self.detector = JobDetector(most_ranks=1000)
         self.keep(replicas, len(stages))
         self.rng = random.Random(3)
         self.step = 0
@@ -51,8 +50,10 @@ class Ranks:
                     RankTimes(seconds, self.wall[replica] - seconds, work.tokens, work.squares, stage)
                     for stage, work, seconds in zip(self.stages, works, own, strict=True)
                 ]
-                report = RankReport(replica, 1, self.step, works[0], times)
-                self.detector.observe(report, is_well=not (slow or factors))
+                self.report(replica, times, works[0], is_well=not (slow or factors))
+
+    def report(self, replica: str, times: Sequence[RankTimes], work: WorkAmount, **more: bool) -> None:
+        self.detector.observe(replica, 1, self.step, work, self.wall[replica], times, **more)
 
     def locate(self, factor: float, replica: str = "r1") -> Slowdown:
         whole = Slowdown(Scope.REPLICA, (Unit(replica),), factor, "the replica is slow")
@@ -124,21 +125,21 @@ def test_the_warm_up_names_no_rank():
 def test_a_new_process_starts_with_an_empty_history():
     ranks = Ranks()
     ranks.run(BEFORE)
-    ranks.detector.observe(RankReport("r1", 2, 1, WorkAmount(1.0), [RankTimes(1.0)] * 4), is_well=True)
-    assert not ranks.detector.histories("r1")
+    ranks.detector.observe("r1", 2, 1, WorkAmount(1.0), 1.0, [RankTimes(1.0)] * 4)
+    assert "r1" not in {unit.replica for unit, _ in ranks.detector.ranks()}
 
 
 def test_a_repeated_or_impossible_report_does_not_count():
     ranks = Ranks(replicas=("r1",))
     ranks.run(BEFORE)
-    before = {unit: list(x.detector.relative) for unit, x in ranks.detector.histories()}
+    before = {unit: list(x.detector.relative) for unit, x in ranks.detector.ranks()}
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         ranks.step += 1
         times = [RankTimes(seconds, 0.0, 1.0)] * 4
-        ranks.detector.observe(RankReport("r1", 1, ranks.step, WorkAmount(1.0), times), is_well=True)
+        ranks.report("r1", times, WorkAmount(1.0))
     times = [RankTimes(0.05, 0.0, 5000.0)] * 4
-    ranks.detector.observe(RankReport("r1", 1, ranks.step, WorkAmount(1.0), times), is_well=True)
-    assert {unit: list(x.detector.relative) for unit, x in ranks.detector.histories()} == before
+    ranks.report("r1", times, WorkAmount(1.0))
+    assert {unit: list(x.detector.relative) for unit, x in ranks.detector.ranks()} == before
 
 
 def test_a_job_that_begins_again_from_an_older_state_forgets_the_later_steps():
@@ -146,15 +147,15 @@ def test_a_job_that_begins_again_from_an_older_state_forgets_the_later_steps():
     ranks.run(BEFORE)
     ranks.step = 10
     ranks.run(1)
-    assert all([step for step, _ in x.detector.relative] == [11] for _, x in ranks.detector.histories())
+    assert all([step for step, _ in x.detector.relative] == [11] for _, x in ranks.detector.ranks())
 
 
 def test_the_history_is_bounded_and_left_replicas_are_forgotten():
     ranks = Ranks()
     ranks.run(3 * KEPT_STEPS)
-    assert all(len(x.detector.relative) <= KEPT_STEPS for _, x in ranks.detector.histories())
+    assert all(len(x.detector.relative) <= KEPT_STEPS for _, x in ranks.detector.ranks())
     ranks.keep(["r0"], 4)
-    assert {unit.replica for unit, _ in ranks.detector.histories()} == {"r0"}
+    assert {unit.replica for unit, _ in ranks.detector.ranks()} == {"r0"}
     ranks.keep(REPLICAS, 4)
     ranks.run(1)  # the equals of the same stage are forgotten too
 

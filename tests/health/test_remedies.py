@@ -89,15 +89,6 @@ def test_equal_replicas_keep_their_division(counts):
     assert Job(tuple(single(f"r{i}", 1, count) for i, count in enumerate(counts))).remedies() == ()
 
 
-@pytest.mark.parametrize(
-    ("groups", "layers"),
-    [((), ()), (((0,), ()), (1, 1)), (((0,), (0,)), (1, 1)), (((0,), (1,)), (2,)), (((0,), (1,)), (2, 0))],
-)
-def test_a_layout_with_holes_cannot_be_made(groups, layers):
-    with pytest.raises(ValueError, match="give each"):
-        StageLayout(groups, layers)
-
-
 # --- properties -------------------------------------------------------------------------------------------
 
 rank_speeds = st.one_of(st.just(1.0), st.floats(0.05, 1.2))

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -27,6 +28,10 @@ from fabric.lighthouse.http import routes as lighthouse_routes
 PAGE = Path(__file__).parent.parent.parent / "docs" / "http.md"
 HELD_STEP = 8
 SERVED_STEP = HELD_STEP - 1  # r0 serves a copy when it has computed the step after it
+
+
+# An application of these parts names its routes, and answers nothing.
+NO_PARTS = SimpleNamespace(jobs=SimpleNamespace(token_refused=None))
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,7 @@ def test_every_route_is_on_the_page():
         .replace("$TENSOR", "{tensor}")
         .replace("blocks/0-0", "blocks/{blocks}")
     )
-    for app in (lighthouse_routes.make_app(None, None), ckpt_routes.make_app(None, None, None)):
+    for app in (lighthouse_routes.make_app(NO_PARTS, None), ckpt_routes.make_app(None, None, None)):
         paths = {x.canonical.removeprefix("/ranks/{rank}") for x in app.router.resources()} - {"/"}
         assert len(paths) > 5
         for path in paths:
@@ -198,7 +203,7 @@ def code(job: Job, address: str, *options: str) -> str:
 def closed_paths() -> list[str]:
     """Return every path that needs the token."""
     found = []
-    apps = {"$LIGHTHOUSE": lighthouse_routes.make_app(None, None)}
+    apps = {"$LIGHTHOUSE": lighthouse_routes.make_app(NO_PARTS, None)}
     apps["$CKPT"] = ckpt_routes.make_app(None, None, None)
     for variable, app in apps.items():
         for resource in app.router.resources():

@@ -20,7 +20,7 @@ from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.runtime.http.http_service import serve
 from fabric.runtime.system_calls import seconds_since_boot
 from fabric.runtime.tasks import Tasks
-from fabric.store import Compare, Operation, Store
+from fabric.store.base import Compare, Operation, Store
 
 # Test members send few heartbeats, and the machine may be loaded: silence must not evict them.
 PATIENT = LivenessConfig(silence_s=60.0)

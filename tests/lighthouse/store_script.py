@@ -23,7 +23,7 @@ from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.runtime.tasks import Tasks
-from fabric.store import Put
+from fabric.store.base import Put
 
 LEASE_S = 5.0
 REPLICAS = ("r0", "r1", "r2")

@@ -19,7 +19,6 @@ from fabric.client.control.lighthouse_link import LighthouseLink
 from fabric.lighthouse.connections.connection import MOST_WAITING, AdmissionQueue, notice_of
 from fabric.lighthouse.jobs.job_history import TermContext
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages import wire
 from fabric.runtime.config import Settings
 from fabric.runtime.http.http_service import come_back_s
 from fabric.store import open_store
@@ -133,7 +132,7 @@ def test_a_client_obeys_a_retry_after_within_bounds(text, seconds):
 
 
 def _notice(replicas: int, servers: int) -> m.EpochNotice:
-    notice = wire.decode(notice_of(record_of(" ".join(f"r{i}" for i in range(replicas))), servers))
+    notice = notice_of(record_of(" ".join(f"r{i}" for i in range(replicas))), servers)
     assert isinstance(notice, m.EpochNotice)
     return notice
 

@@ -9,7 +9,7 @@ from lighthouse_support import LighthouseProcess, close_all, get, post, start_jo
 
 from fabric.errors import Refused
 from fabric.lighthouse.http.tokens import SIGNED_S
-from fabric.lighthouse.jobs.drills import INJECTOR_S, LEASE_S, AskingInjector, Drills
+from fabric.lighthouse.jobs.drills import INJECTOR_S, LEASE_S, Drills, InjectorRequest
 from fabric.runtime.drill_orders import order_key, proof_of, signed_request
 
 DRILL_TOKEN = "the-token-for-drills"
@@ -25,11 +25,18 @@ class Room:
             self.ask(name)
 
     def ask(self, name: str, drill: str = "", gone: bool = False, process: str = "1", **report: str) -> list:
-        injector = AskingInjector(
-            name, f"{name}-{process}", int(process), "host", self.restarts, self.clock.now
+        reports = {"1": report} if report else {}
+        asked = InjectorRequest(
+            name,
+            f"{name}-{process}",
+            int(process),
+            "host",
+            self.restarts,
+            gone=gone,
+            drill=drill,
+            reports=reports,
         )
-        reports = {1: report} if report else {}
-        return self.drills.ask(injector, drill, reports, is_gone=gone)["faults"]
+        return self.drills.ask(asked)["faults"]
 
     def begin(self, replicas: int = 2, may_lose: bool = False) -> str:
         return self.drills.begin("me", "weekly", replicas, may_lose=may_lose).id

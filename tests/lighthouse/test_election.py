@@ -19,7 +19,8 @@ from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 from fabric.runtime.system_calls import seconds_since_boot
-from fabric.store import Delete, Put, open_store
+from fabric.store import open_store
+from fabric.store.base import Delete, Put
 
 ELECTION = "/fabric/ns/election/"
 

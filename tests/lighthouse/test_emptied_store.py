@@ -13,10 +13,12 @@ from in_process import Instance, lighthouse_on
 from lighthouse_support import close_all, eventually, get, start_job
 from memory_store import MemorySpace, MemoryStore
 
+from fabric.errors import StoreUnavailable
 from fabric.lighthouse.connections.connection import NOT_THE_LEADER
 from fabric.lighthouse.jobs.job_history import record_key
 from fabric.protocol.messages import wire
-from fabric.store import STORE_ID_KEY, Delete, Store, StoreUnavailable, open_store
+from fabric.store import open_store
+from fabric.store.base import STORE_ID_KEY, Delete, Store
 
 # With this lease no renewal happens during the test: only the deleted key can depose the leader.
 LEASE_S = 3600.0

@@ -29,7 +29,8 @@ from fabric.lighthouse.connections.connection import NOT_THE_LEADER
 from fabric.lighthouse.jobs.job_history import record_key
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
-from fabric.store import Put, open_store
+from fabric.store import open_store
+from fabric.store.base import Put
 
 # A lighthouse that must lose its lease during the test has SHORT; one that must keep it has LONG.
 SHORT, LONG = ("--limit", "lease-s=3"), ("--limit", "lease-s=60")

@@ -9,7 +9,7 @@ from aiohttp._websocket.reader import WebSocketDataQueue
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_websocket import WebSocketReader
 
-from fabric.lighthouse.connections.connection import _PER_S_BYTES, FrameCache, SendPacer, WorkQueue
+from fabric.lighthouse.connections.connection import _PER_S_BYTES, FrameCache, WorkQueue
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
 
@@ -55,7 +55,7 @@ async def test_large_frames_leave_turns_to_others_and_all_are_sent():
             turns.append(turn)
 
     sent, turns, turn = [], [], 0
-    pacer, wires = SendPacer(), [Wire() for _ in range(100)]
+    pacer, wires = WorkQueue(), [Wire() for _ in range(100)]
     for wire_ in wires:
         pacer.send(wire_, bytes(1 << 20))
     pacer.send(wires[0], b"small")
@@ -78,7 +78,7 @@ def test_an_epoch_change_goes_to_all_before_any_of_them_can_answer():
         def send(self, frame):
             sent.append(frame)
 
-    sent, pacer = [], SendPacer()
+    sent, pacer = [], WorkQueue()
     for frame in (b"change", b"resume"):
         for _ in range(12_000):
             pacer.send(Wire(), frame)

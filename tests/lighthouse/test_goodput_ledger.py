@@ -24,7 +24,7 @@ from fabric.lighthouse.history.ledger import (
     JobSample,
 )
 from fabric.lighthouse.jobs.job_history import ledger_of
-from fabric.store import Put
+from fabric.store.base import Put
 
 
 class Watch:

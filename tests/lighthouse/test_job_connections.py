@@ -99,7 +99,7 @@ async def test_the_end_closes_every_connection(connections):
     member, server = FakeConnection("r0", 1), FakeConnection()
     connections.opened(member)
     connections.is_new_server(server)
-    connections.notify_servers("{}")
+    connections.notify_servers(m.EpochNotice(m.Fence("s", 1, 1), "", ""))
     connections.close(codes.NOT_THE_LEADER, "not the leader")
     assert connections.are_none and len(server.frames) == 1
     for _ in range(10):

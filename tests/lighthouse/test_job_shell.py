@@ -288,7 +288,7 @@ async def test_the_leader_gets_the_shares_that_the_detector_orders(instance, htt
     speeds = (MemberSpeed(slow.replica, slow.incarnation, 500),)
     orders = [SharesAdvised(1, speeds, 0.6, 0.0, "r1 computes at half the speed")]
     monkeypatch.setattr(job.slowness, "is_due", lambda now: True)
-    monkeypatch.setattr(job.slowness, "take_order", lambda: orders.pop() if orders else None)
+    monkeypatch.setattr(job.slowness.remedies, "take_order", lambda: orders.pop() if orders else None)
     await members[0].say(m.Heartbeat(1, 1, 1, 0))
     record = await members[0].epoch(2)
     assert {x.replica: x.shares for x in record.roster} == {"r0": 1000, "r1": 500, "r2": 1000}

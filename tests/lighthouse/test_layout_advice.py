@@ -8,7 +8,7 @@ from lighthouse.test_slow_ranks import RankedFleet
 from lighthouse.test_slowness import BEFORE, Fleet
 
 from fabric.cli.status import _slow
-from fabric.lighthouse.diagnosis.layout_advice import LASTING
+from fabric.lighthouse.diagnosis.remedies import LASTING
 from fabric.model import Adaptation, LaunchedLayouts, LayoutChange, OperatorOverrides
 from fabric.protocol.messages.leader_events import LayoutAdvised
 
@@ -33,7 +33,7 @@ class LaunchedFleet(RankedFleet):
         events = []
         for _ in range(steps):
             events += super().run(1, **factors)
-            order = self.watch.take_order()
+            order = self.watch.remedies.take_order()
             self.orders += [order] if isinstance(order, LayoutAdvised) else []
         return events
 
@@ -142,8 +142,8 @@ def drained(fleet: Fleet, confirmed: bool) -> list[LayoutAdvised]:
     for step in range(LASTING + 20):
         fleet.run(1, r1=4.0)
         if confirmed and step == LASTING:
-            fleet.watch.confirmed.add("r1")
-        order = fleet.watch.take_order()
+            fleet.watch.remedies.confirmed.add("r1")
+        order = fleet.watch.remedies.take_order()
         orders += [order] if isinstance(order, LayoutAdvised) else []
     return orders
 

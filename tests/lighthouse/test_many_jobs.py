@@ -1,6 +1,7 @@
 """Many jobs on one lighthouse: each has its own token and quotas, and its record is deleted after its end."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lighthouse_support import (
@@ -24,6 +25,10 @@ from fabric.protocol.messages import network as m
 
 ANN = {"replica": "r0", "about": "r0", "who": "ann", "why": "a test", "max": 2}
 TOKENS = {"a": "token-of-a", "b": "token-of-b"}
+
+
+# An application of these parts names its routes, and answers nothing.
+NO_PARTS = SimpleNamespace(jobs=SimpleNamespace(token_refused=None))
 
 
 def folder_of(path: Path, **tokens: str) -> Path:
@@ -50,7 +55,7 @@ def shared(tmp_path_factory):
 def routes_of_a_job() -> list[tuple[str, str]]:
     """Return the method and path of every route of the application that names a job."""
     found = []
-    for route in make_app(None, None).router.routes():
+    for route in make_app(NO_PARTS, None).router.routes():
         path = route.resource.canonical if route.resource is not None else ""
         if "{job}" in path and route.method in ("GET", "POST"):
             found.append((route.method, path))
@@ -83,7 +88,7 @@ async def test_its_own_token_and_the_lighthouses_open_a_job(shared, http):
 
 
 async def test_every_path_outside_the_open_paths_needs_a_token(shared, http):
-    for route in make_app(None, None).router.routes():
+    for route in make_app(NO_PARTS, None).router.routes():
         path = route.resource.canonical.replace("{job}", "a") if route.resource is not None else ""
         if path not in OPEN_PATHS and route.method in ("GET", "POST"):
             async with http.request(route.method, shared.url + path) as answer:

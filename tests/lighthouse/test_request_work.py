@@ -23,7 +23,7 @@ from fabric.lighthouse.http import job_status
 from fabric.lighthouse.http.routes import make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs import drills, job_history
-from fabric.lighthouse.jobs.drills import AskingInjector
+from fabric.lighthouse.jobs.drills import InjectorRequest
 from fabric.lighthouse.jobs.job import Job
 from fabric.model import StepTimes
 from fabric.protocol.messages import network as m
@@ -113,8 +113,7 @@ def fill(job: Job) -> str:
     slow = SlowdownRecord(1, "r0", "replica", 1.0, 5, cause="c" * 1000, actions=actions, ended=2.0)
     job.history.slowdowns.kept = [slow] * CAPACITY
     for number in range(drills._MOST_INJECTORS):
-        asking = AskingInjector(f"r{number}", "i", 1, "h" * 300, True, job.now)
-        job.drills.ask(asking, "", {}, is_gone=False)
+        job.drills.ask(InjectorRequest(f"r{number}", "i", 1, "h" * 300, True))
     drill = job.drills.begin(LONG, LONG, 3, may_lose=True)
     for _ in range(drills._MOST_FAULTS):
         job.drills.inject(drill.id, "stop", "r0", 60.0)

@@ -27,7 +27,7 @@ class ActingFleet(Fleet):
         events = []
         for _ in range(steps):
             events += super().run(1, **factors)
-            if (order := self.watch.take_order()) is not None:
+            if (order := self.watch.remedies.take_order()) is not None:
                 self.orders.append(order)
                 if self.obeys:
                     self.adopt(order)

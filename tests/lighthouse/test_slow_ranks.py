@@ -6,8 +6,7 @@ import pytest
 from lighthouse.test_slowness import BEFORE, Fleet
 
 from fabric.errors import ProtocolError
-from fabric.health.detector import KEPT_STEPS
-from fabric.health.rank_detector import RankDetector, RankReport
+from fabric.health.detector import FIRST_STEPS, KEPT_STEPS, JobDetector
 from fabric.health.work import WorkAmount
 from fabric.lighthouse.connections.validation import decode_member
 from fabric.lighthouse.diagnosis.slowness import MOST_ROWS, speeds_by_step
@@ -160,9 +159,8 @@ def test_steps_that_a_rank_did_not_report_are_empty():
 
 
 def test_a_large_job_shows_its_slowest_ranks():
-    watch = RankDetector(1000)
     times = {f"r{n:03}": [(1, 1.0), (2, 2.0 if n == 500 else 1.0)] for n in range(600)}
-    shown = speeds_by_step(watch, times, {})
+    shown = speeds_by_step([], times, {})
     assert len(shown["rows"]) == MOST_ROWS and shown["left_out"] == 600 - MOST_ROWS
     assert [x["speeds"][-1] for x in shown["rows"] if x["replica"] == "r500"] == [0.5]
 
@@ -170,8 +168,15 @@ def test_a_large_job_shows_its_slowest_ranks():
 # --- bounds -----------------------------------------------------------------------------------------------
 
 
-def report(replica: str, ranks: int, step: int = 1) -> RankReport:
-    return RankReport(replica, 1, step, WorkAmount(1.0), (RankTimes(1.0, 0.0, 1.0),) * ranks)
+def report(watch: JobDetector, replica: str, ranks: int) -> None:
+    """Report one step more than those that do not count."""
+    for step in range(FIRST_STEPS + 1):
+        times = (RankTimes(1.0, 0.0, 1.0),) * ranks
+        watch.observe(replica, 1, step, WorkAmount(1.0), 1.0, times)
+
+
+def watched(watch: JobDetector) -> set[str]:
+    return {unit.replica for unit, _ in watch.ranks()}
 
 
 def members(count: int, ranks: int) -> list[Member]:
@@ -180,31 +185,31 @@ def members(count: int, ranks: int) -> list[Member]:
 
 
 def test_a_job_of_ten_thousand_members_does_no_work_by_rank():
-    watch = RankDetector(1000)
+    watch = JobDetector(most_ranks=1000)
     roster = members(10_000, 4)
     watch.keep(roster)
     for member in roster:
-        watch.observe(report(member.replica, 4), is_well=True)
-    assert not watch._replicas and not list(watch.histories())
+        report(watch, member.replica, 4)
+    assert not watched(watch)
 
 
 def test_at_most_as_many_ranks_are_watched_as_replicas_are_compared():
-    watch = RankDetector(1000)
+    watch = JobDetector(most_ranks=1000)
     watch.keep(members(250, 4))
-    watch.observe(report("r0", 4), is_well=True)
-    assert set(watch._replicas) == {"r0"}
+    report(watch, "r0", 4)
+    assert watched(watch) == {"r0"}
     watch.keep(members(251, 4))
-    watch.observe(report("r0", 4, step=2), is_well=True)
-    assert not watch._replicas
+    report(watch, "r0", 4)
+    assert not watched(watch)
 
 
 def test_a_report_with_another_number_of_ranks_than_the_member_has_is_dropped():
-    watch = RankDetector(1000)
+    watch = JobDetector(most_ranks=1000)
     watch.keep(members(2, 4))
     for ranks in (1, 3, 5, 64):
-        watch.observe(report("r0", ranks), is_well=True)
-    watch.observe(report("stranger", 4), is_well=True)
-    assert not watch._replicas
+        report(watch, "r0", ranks)
+    report(watch, "stranger", 4)
+    assert not watched(watch)
 
 
 def test_a_heartbeat_with_too_many_ranks_is_refused():

@@ -198,7 +198,7 @@ def test_in_a_large_job_only_the_newest_step_of_a_heartbeat_counts(monkeypatch):
     fleet.run(2)
     past = EarlierStep(fleet.step, 1.0, 1.0, 1.0, 1.0, 1)
     seen = []
-    monkeypatch.setattr(fleet.watch._detector, "observe", lambda *report: seen.append(report[2]))
+    monkeypatch.setattr(fleet.watch._detector, "observe", lambda *report, **_: seen.append(report[2]))
     fleet.step += 1
     beat = fleet.beat("r1", fleet.times("r1", {}), earlier=(past,))
     fleet.watch.hear(fleet.core, "r1", 1, beat)
@@ -249,7 +249,7 @@ def test_a_slow_link_between_replicas_is_named_and_gets_no_advice():
     assert (
         row["late_s"] == 0.51 and row["usual_s"] == pytest.approx(0.01, abs=0.001) and row["steps"] > BEFORE
     )
-    assert fleet.watch.take_order() is None and fleet.watch.slowest_speed == 1.0
+    assert fleet.watch.remedies.take_order() is None and fleet.watch.slowest_speed == 1.0
     (state,) = fleet.watch.states()
     assert state.scope == "link" and 20 < state.cost_s < 60 * 0.5, "the time of its bytes counts"
     assert not fleet.watch.is_due(0.1), "an alarm of no replica has changed"
@@ -261,9 +261,9 @@ def test_a_confirmed_link_does_not_confirm_that_the_device_of_its_sender_is_slow
     watch = SlownessWatch()
     watch.take_verdict(SpeedVerdict("r1", "confirmed", "the link from r1 to r2", is_about_link=True))
     watch.take_verdict(SpeedVerdict("r2", "refuted", "its device is not slow"))
-    assert watch.confirmed == set()
+    assert watch.remedies.confirmed == set()
     watch.take_verdict(SpeedVerdict("r3", "confirmed", "its device is slow"))
-    assert watch.confirmed == {"r3"}
+    assert watch.remedies.confirmed == {"r3"}
 
 
 def test_a_replica_that_computes_slowly_is_accused_before_a_link():

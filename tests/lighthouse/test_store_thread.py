@@ -8,7 +8,8 @@ from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.election import StoreThread
-from fabric.store import Compare, Put, open_store
+from fabric.store import open_store
+from fabric.store.base import Compare, Put
 
 
 @pytest.fixture

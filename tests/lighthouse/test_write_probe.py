@@ -15,7 +15,8 @@ from memory_store import MemorySpace, MemoryStore
 
 from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.election import StoreProbe
-from fabric.store import Delete, Put, Store, open_store
+from fabric.store import open_store
+from fabric.store.base import Delete, Put, Store
 
 KEY = "/fabric/ns/"
 

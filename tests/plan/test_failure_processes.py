@@ -87,22 +87,3 @@ def test_repairs_take_the_least_time_and_more():
     drawn = Repair(60.0, 600.0, 1.0).draw(2000, rng())
     assert drawn.min() > 60
     assert np.median(drawn) == pytest.approx(660, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: WeibullRenewal(0), "scale_s must be a positive number, not 0"),
-        (lambda: WeibullRenewal(-1), "scale_s must be a positive number"),
-        (lambda: weibull(math.nan, 5), "the mean time between failures must be a positive number"),
-        (lambda: Lemons(1, share=2), "the share of lemons must be 0 to 1"),
-        (lambda: Racks(1, 0), "a rack has at least 1 unit"),
-        (lambda: Racks(1, 2, 1.0), "the correlated share must be 0 up to 1"),
-        (lambda: Trace((), 1.0), "the trace has no failures"),
-        (lambda: Trace(((5.0, 0),), 1.0), "an event outside its span"),
-        (lambda: Repair(-1), "repair times must not be negative"),
-    ],
-)
-def test_an_impossible_process_is_refused_with_a_sentence(make, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make()

@@ -75,17 +75,15 @@ class FrameCache:
         return frame
 
 
-def text_frame(text: str) -> bytes:
-    """Return the frame of an encoded text."""
-    return _frame(_TEXT, text.encode())
+def frame_of(message: EpochNotice | StatusTerms) -> bytes:
+    """Return the frame of a message to checkpoint servers."""
+    return _frame(_TEXT, wire.encode(message))
 
 
-def notice_of(record: Record, servers: int) -> str:
-    """Build the notice that tells ``servers`` checkpoint servers which epoch is in force, as text."""
+def notice_of(record: Record, servers: int) -> EpochNotice:
+    """Build the notice that tells ``servers`` checkpoint servers which epoch is in force."""
     every_s = terms_of(max(servers, len(record.roster))).every_s
-    return wire.encode(
-        EpochNotice(record.fence, record.incident_id, record.reason, every_s, record.complete)
-    ).decode()
+    return EpochNotice(record.fence, record.incident_id, record.reason, every_s, record.complete)
 
 
 def terms_of(servers: int) -> StatusTerms:
@@ -176,6 +174,18 @@ class WorkQueue:
         if not self._has_turn:
             self._take_turn(0.0)
 
+    def send(self, connection: MemberConnection, frame: bytes) -> None:
+        """Send a small frame now, and queue a large one.
+
+        An epoch change is small: it reaches 10,000 members in a tenth of a second. In the queue it would wait
+        behind the heartbeats and answers of other members. Small frames may overtake large ones; the protocol
+        allows that.
+        """
+        if len(frame) >= _LARGE_BYTES:
+            self.add(partial(connection.send, frame), len(frame))
+        else:
+            connection.send(frame)
+
     def _take_turn(self, pause_s: float) -> None:
         loop, self._has_turn = asyncio.get_running_loop(), True
         if pause_s < _PAUSE_S:
@@ -194,22 +204,6 @@ class WorkQueue:
             self._has_turn = False
             if self._waiting:
                 self._take_turn(written / _PER_S_BYTES)
-
-
-class SendPacer:
-    """Queues large frames and sends small ones at once. An epoch change is small: it reaches 10,000 members
-    in a tenth of a second. In the queue it would wait behind the heartbeats and answers of other members.
-    Small frames may overtake large ones; the protocol allows that."""
-
-    def __init__(self) -> None:
-        self._turns = WorkQueue()
-
-    def send(self, connection: MemberConnection, frame: bytes) -> None:
-        """Send a small frame now, and queue a large one."""
-        if len(frame) >= _LARGE_BYTES:
-            self._turns.add(partial(connection.send, frame), len(frame))
-        else:
-            connection.send(frame)
 
 
 # Admits connections a few at a time: after a fail-over thousands come back at once.

@@ -6,29 +6,22 @@ member joins, and not from the first step of an epoch. A member that may have fa
 
 import heapq
 import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fabric.health.alarm import Damping
-from fabric.health.detector import KEPT_STEPS, MOST_BEHIND, JobDetector, ReplicaSpeed
+from fabric.health.detector import KEPT_STEPS, MOST_BEHIND, JobDetector, RankHistory, ReplicaSpeed
 from fabric.health.link_detector import LinkDetector
-from fabric.health.localise import Scope, Slowdown
-from fabric.health.rank_detector import RankDetector, RankReport
+from fabric.health.localise import Scope, Slowdown, Unit
 from fabric.health.work import WorkAmount, is_time
-from fabric.lighthouse.diagnosis.layout_advice import (
-    LASTING,
-    LayoutAdvisor,
-    ShareAdvisor,
-    keep_their_layouts,
-    slow_replica,
-)
+from fabric.lighthouse.diagnosis.remedies import RemedyAdvisor
 from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks, SpeedVerdict
-from fabric.lighthouse.history.slowdowns import SlowdownState
+from fabric.lighthouse.history.slowdowns import VERDICT, SlowdownState
 from fabric.model import Member, Record, StepTimes
 from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.leader.core import LeaderCore
-from fabric.protocol.messages.leader_events import LayoutAdvised, SharesAdvised
 from fabric.protocol.messages.network import Heartbeat
 
 WHOLE_JOB = ""  # the name that stands for all replicas
@@ -51,28 +44,11 @@ class SlownessEvent:
     why: str
 
 
-@dataclass(slots=True)
-class SlowdownCost:
-    """The steps and seconds that one slowdown has cost so far."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    newest: int | None = None  # the newest counted step
-
-    def count(self, step: int, seconds: float, factor: float) -> None:
-        """Take a step that took ``seconds``; steps without a report since the last one took as long."""
-        steps = 1 if self.newest is None else max(0, min(step - self.newest, MOST_BEHIND))
-        self.newest = step
-        self.steps += steps
-        self.seconds += steps * seconds * (1.0 - 1.0 / factor)
-
-
 class SlownessWatch:
     """``hear`` every heartbeat with times; ``look`` when ``is_due``, as it visits all replicas."""
 
     def __init__(self) -> None:
-        self._detector = JobDetector(floor_s=FLOOR_S)
-        self._ranks = RankDetector(MOST_MEMBERS)
+        self._detector = JobDetector(floor_s=FLOOR_S, most_ranks=MOST_MEMBERS)
         self._links = LinkDetector()
         self._damping, self._job_damping = Damping(), Damping()
         self._looked_at = -math.inf
@@ -83,12 +59,8 @@ class SlownessWatch:
         # Members that have not been seen to know every step; None: the members cannot be compared.
         self._joining: list[Member] | None = None
         self._slow: dict[str, Slowdown] = {}
-        self._costs: dict[str, SlowdownCost] = {}  # of the present slowdowns
-        self._slow_since: dict[str, int] = {}  # slow replica -> the step at which it was first reported
-        self.confirmed: set[str] = set()  # slow replicas whose devices a micro-benchmark has found slow
-        self._advisor = ShareAdvisor()
-        self._layouts = LayoutAdvisor()
-        self._orders: dict[type, SharesAdvised | LayoutAdvised] = {}  # the newest of each kind for the leader
+        self._states: dict[str, SlowdownState] = {}  # of the present slowdowns, with their costs
+        self.remedies = RemedyAdvisor()
         self._notes: set[str] = set()
         self.checks = SpeedChecks()  # the micro-benchmarks of slow replicas
 
@@ -101,15 +73,6 @@ class SlownessWatch:
     def mode(core: LeaderCore) -> str:
         """The mode of the job, as an operator or else its most senior member sets it."""
         return core.adaptations.mode or OFF
-
-    def take_order(self) -> SharesAdvised | LayoutAdvised | None:
-        """Return the shares that the leader shall write, or the layout that it shall order, once."""
-        return self._orders.pop(SharesAdvised, None) or self._orders.pop(LayoutAdvised, None)
-
-    def take_verdict(self, verdict: SpeedVerdict) -> None:
-        """Note a replica whose device is slow; a slow link says nothing about the device of its sender."""
-        if verdict.verdict == CONFIRMED and not verdict.is_about_link:
-            self.confirmed.add(verdict.replica)
 
     def hear(self, core: LeaderCore, replica: str, incarnation: int, beat: Heartbeat) -> None:
         """Take the times of this beat, if they count."""
@@ -128,21 +91,21 @@ class SlownessWatch:
             self._detector.observe(replica, incarnation, past.step, amount, past.compute_s)
         tokens = sum(times.work.values())
         work = WorkAmount(tokens, times.squares, times.samples, times.micro_batches)
-        self._detector.observe(replica, incarnation, beat.step, work, times.compute_s)
+        slow = self._computing_slowly()
+        is_well = not slow.keys() & {replica, WHOLE_JOB}
+        self._detector.observe(
+            replica, incarnation, beat.step, work, times.compute_s, times.ranks, is_well=is_well
+        )
         self._links.observe(replica, times)
-        self._has_news |= self._detector.is_alarmed(replica) != (replica in self._computing_slowly())
-        if times.ranks:
-            is_well = not self._computing_slowly().keys() & {replica, WHOLE_JOB}
-            self._ranks.observe(RankReport(replica, incarnation, beat.step, work, times.ranks), is_well)
+        self._has_news |= self._detector.is_alarmed(replica) != (replica in slow)
 
     def _counts(self, core: LeaderCore, record: Record, replica: str, incarnation: int) -> bool:
         if record is not self._record:
             self._record = record
             compares = len(record.roster) <= MOST_MEMBERS and not any(x.leaving for x in record.roster)
             self._joining = [member for member in record.roster if member.joining] if compares else None
-            self._detector.keep({member.replica: member.incarnation for member in record.roster})
+            self._detector.keep(record.roster)
             self._links.keep([member.process for member in record.roster])
-            self._ranks.keep(record.roster)
         if self._joining:
             # The record lists a newcomer as joining until the next epoch, long after the join has ended.
             self._joining = [member for member in self._joining if not core.state.knows(member)]
@@ -157,7 +120,7 @@ class SlownessWatch:
         if slowdown.is_between_replicas:
             seconds = times.sending_s.get(slowdown.units[1].replica, 0.0)
         if is_time(seconds):
-            self._costs.setdefault(name, SlowdownCost()).count(step, seconds, slowdown.factor)
+            self._states[name] = self._states[name].counted(step, seconds)
 
     def _computing_slowly(self) -> dict[str, Slowdown]:
         """The present slowdowns without slow links between replicas, against which no remedy helps."""
@@ -165,19 +128,7 @@ class SlownessWatch:
 
     def states(self) -> list[SlowdownState]:
         """The present slowdowns, for their records."""
-        costs = self._costs
-        return [
-            SlowdownState(
-                replica=name,
-                scope=str(x.scope),
-                ranks=tuple(self._ranks.numbers(x)),
-                factor=x.factor,
-                cause=x.evidence,
-                steps=costs[name].steps if name in costs else 0,
-                cost_s=costs[name].seconds if name in costs else 0.0,
-            )
-            for name, x in self._slow.items()
-        ]
+        return list(self._states.values())
 
     @property
     def slowest_speed(self) -> float:
@@ -190,24 +141,44 @@ class SlownessWatch:
         return quiet_s >= (NEWS_S if self._has_news else 0.25) and quiet_s >= len(self._epochs) / 1000
 
     def look(self, core: LeaderCore, now: float) -> list[SlownessEvent]:
-        """Judge all replicas again; return the new events."""
+        """Judge all replicas again, and begin or end a check of one; return the new events."""
+        events, record = self._look_at_times(core, now), core.state.record
+        ranks = {name: state.ranks for name, state in self._states.items()}
+        verdicts = self.checks.look(
+            self._slow, ranks, record.names if record is not None else (), time.time()
+        )
+        return events + [self.take_verdict(verdict) for verdict in verdicts]
+
+    def take_verdict(self, verdict: SpeedVerdict) -> SlownessEvent:
+        """Note a replica whose device is slow; a slow link says nothing about the device of its sender."""
+        if verdict.verdict == CONFIRMED and not verdict.is_about_link:
+            self.remedies.confirmed.add(verdict.replica)
+        return SlownessEvent(f"{VERDICT}{verdict.verdict}", verdict.replica, verdict.why)
+
+    def _look_at_times(self, core: LeaderCore, now: float) -> list[SlownessEvent]:
         record, self._looked_at, self._has_news = core.state.record, now, False
         if record is None or record.complete or self.mode(core) == OFF or len(record.roster) > MOST_MEMBERS:
-            self._slow, self._costs = {}, {}
-            self._advisor.forget()
-            self._layouts.forget()
-            self._orders.clear()
+            self._slow, self._states = {}, {}
+            self.remedies.forget()
             return []
         failed = {m.replica for m in record.roster if core.state.liveness.failure_reason(m, now)}
-        accused = self._ranks.locate(self._detector.slowdowns(failed), self._detector.speeds())
         # A replica that computes slowly also makes others wait, so it comes first.
-        accused = accused or self._links.slowdowns(failed)
+        accused = self._detector.slowdowns(failed) or self._links.slowdowns(failed)
         before, slowdowns = self._slow, {x.replica: x for x in accused}
         # A short slowdown of the whole job must not delay the report of a slow replica.
         lasting = self._damping.admit(slowdowns.keys() - {WHOLE_JOB}, self._newest_step)
         lasting |= self._job_damping.admit(slowdowns.keys() & {WHOLE_JOB}, self._newest_step)
         self._slow = {name: slowdown for name, slowdown in slowdowns.items() if name in lasting}
-        self._costs = {name: cost for name, cost in self._costs.items() if name in self._slow}
+        self._states = {
+            name: replace(
+                self._states.get(name) or SlowdownState(name),
+                scope=str(x.scope),
+                ranks=tuple(self._detector.numbers(x)),
+                factor=x.factor,
+                cause=x.evidence,
+            )
+            for name, x in self._slow.items()
+        }
         begun = self._slow.keys() - before.keys()
         events = [SlownessEvent("slow", name, x.evidence) for name, x in self._slow.items() if name in begun]
         events += [
@@ -222,39 +193,14 @@ class SlownessWatch:
             and x.scope in (Scope.RANK, Scope.STAGE, Scope.LINK)
             and (x.scope, x.units) != (before[name].scope, before[name].units)
         ]
-        slow = self._computing_slowly()
-        advice = self._advisor.advise(core, slow, self._detector.speeds(), failed)
-        if isinstance(advice, SharesAdvised):
-            self._orders[SharesAdvised] = advice
-        elif advice is not None:
-            slowest = max(slow.values(), key=lambda slowdown: slowdown.factor, default=None)
-            about = slowest.replica if slowest is not None else WHOLE_JOB
-            events.append(SlownessEvent("advice", about, advice.reason))
-        events += self._advise_layout(core, failed)
+        advice = self.remedies.advise(
+            core, self._computing_slowly(), self._detector, failed, self._newest_step
+        )
+        events += [SlownessEvent("advice", about, why) for about, why in advice]
         # Report once for each replica that its declared work does not predict its times.
-        fresh = {name: note for name, note in self._detector.notes().items() if name not in self._notes}
-        self._notes.update(fresh)
-        return events + [SlownessEvent("work ignored", name, note) for name, note in fresh.items()]
-
-    def _advise_layout(self, core: LeaderCore, failed: set[str]) -> list[SlownessEvent]:
-        """Plan another layout for the slowest replica that has been slow for a while, and may change its."""
-        step, since, computing = self._newest_step, self._slow_since, self._computing_slowly()
-        self._slow_since = {name: min(since.get(name, step), step) for name in computing}
-        self.confirmed &= computing.keys()
-        kept = {WHOLE_JOB, *keep_their_layouts(core)}
-        names = [x for x in computing if x not in kept and step - self._slow_since[x] >= LASTING]
-        name = max(names, key=lambda x: computing[x].factor, default="")
-        if failed:
-            return []
-        slow = slow_replica(core, computing[name], self._ranks, name in self.confirmed) if name else None
-        if slow is None:
-            self._orders.pop(LayoutAdvised, None)
-        advice = self._layouts.advise(core, slow)
-        if advice is not None and not advice.epoch:
-            return [SlownessEvent("advice", advice.process.replica, advice.reason)]
-        if advice is not None:
-            self._orders[LayoutAdvised] = advice
-        return []
+        fresh = [x for x in self._detector.speeds() if x.note and x.replica not in self._notes]
+        self._notes.update(x.replica for x in fresh)
+        return events + [SlownessEvent("work ignored", x.replica, x.note) for x in fresh]
 
     def to_json(self, core: LeaderCore) -> dict[str, Any]:
         """The detector's knowledge, for people."""
@@ -266,17 +212,16 @@ class SlownessWatch:
                 {
                     "scope": str(x.scope),
                     "replica": x.replica,
-                    "ranks": self._ranks.numbers(x),
+                    "ranks": list(self._states[name].ranks),
                     "factor": round(x.factor, 3),
                     "evidence": x.evidence,
                 }
-                for x in self._slow.values()
+                for name, x in self._slow.items()
             ],
             "replicas": replicas,
             "links": self._links.states(MOST_ROWS),
-            "by_step": speeds_by_step(self._ranks, self._detector.relative_times(), speeds),
-            **self._advisor.to_json(core),
-            **self._layouts.to_json(core),
+            "by_step": speeds_by_step(self._detector.ranks(), self._detector.relative_times(), speeds),
+            **self.remedies.to_json(core),
         }
 
 
@@ -291,14 +236,16 @@ def _speed_view(speed: ReplicaSpeed) -> dict[str, Any]:
 
 
 def speeds_by_step(
-    ranks: RankDetector, replicas: Mapping[str, _Steps], speeds: Mapping[str, float | None]
+    ranks: Sequence[tuple[Unit, RankHistory]],
+    replicas: Mapping[str, _Steps],
+    speeds: Mapping[str, float | None],
 ) -> dict[str, Any]:
     """The speed of each rank in the newest steps, and over several steps.
 
     ``replicas``: times of replicas over their equals'. ``speeds``: speeds of replicas over several steps.
     """
     rows: list[tuple[dict[str, Any], _Steps]] = []
-    for unit, rank in ranks.histories():
+    for unit, rank in ranks:
         own, time = rank.detector, rank.detector.relative_time
         row = _row(unit.replica, rank.number, unit.stage, None if time is None else 1.0 / time)
         row["seconds"] = round(own.seconds, 6)

@@ -113,24 +113,19 @@ def numbers(asked: io.Operator) -> str:
     return "".join(f", {name} {value}" for name, value in values if value is not None)
 
 
-def others(replica: str, sessions: Collection[str], record: Record | None, allowed: int) -> int:
-    """Count the other replicas of the job. A member of a roster within the limit needs no count and gets 0.
-
-    This saves time, because thousands of sessions open within seconds, and most belong to members.
-    """
-    members = len(record.roster) if record is not None else 0
-    if len(sessions) + members < allowed:
-        return 0
-    if members <= allowed and record is not None and record.member(replica) is not None:
-        return 0
-    return len({*sessions, *(record.names if record is not None else ())} - {replica})
-
-
-def no_room(job: str, replica: str, others: int, needed: int, allowed: int) -> str:
+def no_room(
+    job: str, replica: str, sessions: Collection[str], record: Record | None, needed: int, allowed: int
+) -> str:
     """Return why ``replica`` gets no session, or an empty string.
 
-    Either the ``others`` fill the ``allowed`` places, or the replica needs more than are ``allowed``.
+    Either others fill the ``allowed`` places, or the replica needs more than are ``allowed``. A member of a
+    roster within the limit needs no count: thousands of sessions open within seconds, and most belong to
+    members.
     """
+    names, others = record.names if record is not None else (), 0
+    is_member = record is not None and record.member(replica) is not None
+    if len(sessions) + len(names) >= allowed and not (is_member and len(names) <= allowed):
+        others = len({*sessions, *names} - {replica})
     if others >= allowed:
         return (
             f"{replica} is not taken: job {job} has {counted(others, 'replica')}, as many as this lighthouse "
@@ -402,22 +397,21 @@ def absences(
 
     ``nodes`` has the hosts of each replica of several hosts.
     """
-    refused_at = addresses.refused_at if addresses is not None else lambda _: 0.0
-    absent = _without_hosts(core, _absences(core, recoveries, now), nodes, now)
-    return [
-        replace(x, why=f"{x.why}; a wrong token for this job has come from its address")
-        if x.state == DOWN and refused_at(x.replica) > x.since
-        else x
-        for x in absent
-    ]
-
-
-def _absences(core: LeaderCore, recoveries: Recoveries, now: float) -> list[Absence]:
-    record = core.state.record
-    if record is None:
-        return _launched(core, recoveries, {}, now)
-    if record.complete or record.failed:
+    record, by_name = core.state.record, dict[str, Absence]()
+    if record is not None and (record.complete or record.failed):
         return []
+    if record is not None:
+        by_name = _lost(core, recoveries, record, now)
+    _add_launched(core, recoveries, by_name, now)
+    _add_hosts(core, by_name, nodes, now)
+    for name, x in by_name.items():
+        if x.state == DOWN and addresses is not None and addresses.refused_at(name) > x.since:
+            by_name[name] = replace(x, why=f"{x.why}; a wrong token for this job has come from its address")
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def _lost(core: LeaderCore, recoveries: Recoveries, record: Record, now: float) -> dict[str, Absence]:
+    """Return the members that seem dead, and the replicas that the job has lost."""
     by_name = {}
     for member in record.roster:
         liveness, pending = core.state.liveness, core.state.epoch.pending_evictions
@@ -439,14 +433,11 @@ def _absences(core: LeaderCore, recoveries: Recoveries, now: float) -> list[Abse
         if lacked > 0 and peer is not None and not peer.session.spare:
             since, host = time.time() - (now - peer.opened), host_of(as_member(peer.session))
             by_name[name], lacked = _outside(core, name, "", since, host, now), lacked - 1
-    return _launched(core, recoveries, by_name, now)
+    return by_name
 
 
-def _launched(
-    core: LeaderCore, recoveries: Recoveries, by_name: dict[str, Absence], now: float
-) -> list[Absence]:
+def _add_launched(core: LeaderCore, recoveries: Recoveries, by_name: dict[str, Absence], now: float) -> None:
     """Add the launchers' reports: the reason of an absence, and replicas whose processes never attach."""
-    absent = dict(by_name)
     for name, report in recoveries.launches.newest.items():
         before, record = by_name.get(name), core.state.record
         if _living(core, name, now) is not None:
@@ -456,7 +447,7 @@ def _launched(
                 continue  # another process of its name was refused while it trained
             why = "; ".join(filter(None, ("" if report.is_refused else before.why, report.sentence)))
             host, state = before.host or report.host, DOWN if report.is_refused else before.state
-            absent[name] = replace(before, state=state, why=why, host=host, last_line=report.last_line)
+            by_name[name] = replace(before, state=state, why=why, host=host, last_line=report.last_line)
         elif (
             record is not None
             and not report.host
@@ -465,17 +456,14 @@ def _launched(
             continue  # a refused stranger may be meant for another job of this name
         elif not report.is_spare and (record is None or record.member(name) is None):
             why, last = report.sentence, report.last_line
-            absent[name] = Absence(name, DOWN, why, report.at, report.host, False, last)
-    return [absent[name] for name in sorted(absent)]
+            by_name[name] = Absence(name, DOWN, why, report.at, report.host, False, last)
 
 
-def _without_hosts(
-    core: LeaderCore, absent: list[Absence], nodes: Mapping[str, ReplicaNodes], now: float
-) -> list[Absence]:
+def _add_hosts(
+    core: LeaderCore, by_name: dict[str, Absence], nodes: Mapping[str, ReplicaNodes], now: float
+) -> None:
     """Say which hosts an absent replica of several hosts lacks; add those that have never attached."""
-    record, by_name = core.state.record, {x.replica: x for x in absent}
-    if not nodes or (record is not None and (record.complete or record.failed)):
-        return absent
+    record = core.state.record
     lacks = record is None or len(record.roster) < core.state.config.policy.start_replicas
     for name, of_replica in nodes.items():
         gone = [host for host in of_replica.rows(now) if host.state == "missing"]
@@ -488,7 +476,6 @@ def _without_hosts(
         why = "; ".join(filter(None, (before.why, f"it waits for a host: {which}")))
         hosts = first_of([host.host for host in gone if host.host])
         by_name[name] = replace(before, why=why, host=hosts or before.host)
-    return [by_name[name] for name in sorted(by_name)]
 
 
 def _outside(core: LeaderCore, name: str, why: str, since: float, host: str, now: float) -> Absence:

@@ -6,7 +6,7 @@ learnt of the event: it learns of the first step after a failure from a heartbea
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
@@ -146,12 +146,14 @@ class RecoveryRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the form for the store and for people; it names at most NAMED lost replicas."""
-        names, others = list(self.lost)[:NAMED], list(self.lost.values())[NAMED:]
-        body = {name: getattr(self, name) for name in _FIELDS}
-        body["lost"] = to_builtins({name: self.lost[name] for name in names})
-        body["incarnations"] = {name: self.incarnations[name] for name in names if name in self.incarnations}
+        named = dict(list(self.lost.items())[:NAMED])
+        incarnations = {name: x for name, x in self.incarnations.items() if name in named}
+        others, unnamed = [back for name, back in self.lost.items() if name not in named], self.unnamed
         if others:
-            body["unnamed"] = {"lost": len(others), "joined": sum(1 for back in others if back.joined)}
+            unnamed = {"lost": len(others), "joined": sum(1 for back in others if back.joined)}
+        body: dict[str, Any] = to_builtins(
+            replace(self, lost=named, incarnations=incarnations, unnamed=unnamed)
+        )
         return body
 
 
@@ -174,9 +176,6 @@ class Absence:
         last = f'its last line: "{self.last_line}"' if self.last_line else ""
         details = ", ".join(filter(None, (self.why, last, self.host)))
         return f"{self.replica} {self.state} since {at}" + (f" ({details})" if details else "")
-
-
-_FIELDS = tuple(f.name for f in fields(RecoveryRecord))
 
 
 class Recoveries:

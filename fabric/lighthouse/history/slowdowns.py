@@ -5,11 +5,12 @@ report the times of some of their steps.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import to_builtins
 
+from fabric.health.detector import MOST_BEHIND
 from fabric.lighthouse.history.recovery import CAPACITY
 from fabric.model import shortened
 
@@ -17,6 +18,7 @@ from fabric.model import shortened
 MOST_ACTIONS = 20
 # Events that the record's own fields show, and stops of the trainer, which say nothing new.
 _OWN_KINDS = ("slow", "no longer slow", "slow part", "trainer stopped", "trainer running")
+VERDICT = "slowness "  # the kind of the event of a micro-benchmark's verdict, which follows
 _NEW_LEADER = "another lighthouse leads, which does not know whether it lasts"
 
 
@@ -25,12 +27,19 @@ class SlowdownState:
     """A slowdown as it is now."""
 
     replica: str  # empty: the whole job
-    scope: str  # rank, stage, link, replica or job
-    ranks: tuple[int, ...]  # the slow ranks; empty: all
-    factor: float  # time of the slow units over the time of equal units
-    cause: str  # the evidence, in a sentence
-    steps: int  # steps since its beginning
-    cost_s: float  # seconds by which these steps took longer
+    scope: str = ""  # rank, stage, link, replica or job
+    ranks: tuple[int, ...] = ()  # the slow ranks; empty: all
+    factor: float = 1.0  # time of the slow units over the time of equal units
+    cause: str = ""  # the evidence, in a sentence
+    steps: int = 0  # steps since its beginning
+    cost_s: float = 0.0  # seconds by which these steps took longer
+    newest: int | None = None  # the newest counted step
+
+    def counted(self, step: int, seconds: float) -> "SlowdownState":
+        """Count a step that took ``seconds``; steps without a report since the last one took as long."""
+        steps = 1 if self.newest is None else max(0, min(step - self.newest, MOST_BEHIND))
+        cost_s = self.cost_s + steps * seconds * (1.0 - 1.0 / self.factor)
+        return replace(self, steps=self.steps + steps, cost_s=cost_s, newest=step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +86,8 @@ class SlowdownRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the form for the store and for people."""
-        body = {name: getattr(self, name) for name in _FIELDS}
-        return {**body, "actions": to_builtins(self.actions)}
-
-
-_FIELDS = tuple(f.name for f in fields(SlowdownRecord))
+        body: dict[str, Any] = to_builtins(self)
+        return body
 
 
 def _leave(records: list[SlowdownRecord], unix_s: float) -> None:
@@ -145,14 +151,11 @@ class Slowdowns:
     def note(self, kind: str, about: str, why: str, unix_s: float) -> list[SlowdownRecord]:
         """Add an event about a slow replica to its record; return the record if it has changed."""
         record = self._open.get(about)
-        if record is None or kind in _OWN_KINDS or len(record.actions) >= MOST_ACTIONS:
+        if record is None or kind in _OWN_KINDS:
+            return []
+        if kind.startswith(VERDICT):
+            record.verdict = kind.removeprefix(VERDICT)
+        elif len(record.actions) >= MOST_ACTIONS:
             return []
         record.actions.append(SlowdownAction(unix_s, kind, why[:300]))
-        return [record]
-
-    def judge(self, replica: str, verdict: str) -> list[SlowdownRecord]:
-        """Set the micro-benchmark's verdict; return the record if it is open."""
-        if (record := self._open.get(replica)) is None:
-            return []
-        record.verdict = verdict
         return [record]

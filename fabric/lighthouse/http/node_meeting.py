@@ -79,7 +79,7 @@ def words_of(body: dict[str, Any]) -> tuple[NodeSays, tuple[str, str, str] | Non
 class NodeMeetings:
     """The meetings of one lighthouse. ``term`` names the term in which it leads, None while it does not."""
 
-    def __init__(self, jobs: Callable[[], Jobs], term: Callable[[], object]) -> None:
+    def __init__(self, jobs: Jobs, term: Callable[[], object]) -> None:
         self._jobs, self._term = jobs, term
         self._of_term: object = None
         self._meetings: dict[tuple[str, str], Meeting] = {}
@@ -94,7 +94,7 @@ class NodeMeetings:
         else:  # a spare host for whichever replica needs one
             self._find_term()
             meetings = {name: x for (of_job, name), x in self._meetings.items() if of_job == job}
-        shell = self._jobs().by_name.get(job)
+        shell = self._jobs.by_name.get(job)
         suspects = shell.core.evidence.suspect_hosts() if shell is not None else ()
         for meeting in meetings.values():
             meeting.nodes.hear(says, time.monotonic(), suspects)
@@ -156,7 +156,7 @@ class NodeMeetings:
         )
 
     def _is_complete(self, job: str) -> bool:
-        shell = self._jobs().by_name.get(job)
+        shell = self._jobs.by_name.get(job)
         return bool(shell and shell.core.state.record and shell.core.state.record.complete)
 
     def _find_term(self) -> None:
@@ -176,14 +176,14 @@ class NodeMeetings:
             meeting = Meeting(lambda nodes: self._note(job, replica, nodes), lambda: self._end(job, replica))
             self._meetings[job, replica] = meeting
         # The hosts of a job that has not begun may all wait for one that never comes.
-        self._jobs().find_or_make(job).connections.launchers[replica] = meeting.nodes
+        self._jobs.find_or_make(job).connections.launchers[replica] = meeting.nodes
         return meeting
 
     def _end(self, job: str, replica: str) -> None:
         """Forget the hosts of a replica whose launchers have all left."""
-        shell = self._jobs().by_name.get(job)
+        shell = self._jobs.by_name.get(job)
         if shell is not None and shell.connections.launchers.pop(replica, None) is not None:
-            self._jobs().release(shell)
+            self._jobs.release(shell)
 
     def _note(self, job: str, replica: str, nodes: ReplicaNodes) -> None:
         """Record in the job's events that an attempt begins, or why it fails."""
@@ -192,7 +192,7 @@ class NodeMeetings:
             if of_job == job and other != replica:
                 for launcher in launchers:
                     meeting.nodes.launchers.pop(launcher, None)  # the spare host is this replica's now
-        job_shell = self._jobs().by_name.get(job)
+        job_shell = self._jobs.by_name.get(job)
         _, why, is_over = nodes.stage
         if job_shell is None or is_over:
             return

@@ -9,7 +9,7 @@ lighthouse leads.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -19,7 +19,7 @@ from aiohttp import web
 from fabric.errors import ProtocolError, Refused, StoreUnavailable, Unauthorized
 from fabric.lighthouse.connections.validation import check_name, cleaned
 from fabric.lighthouse.http.tokens import DRILL_PATH, NO_RIGHT, Tokens
-from fabric.lighthouse.jobs.drills import MOST_SECONDS, AskingInjector, Drills
+from fabric.lighthouse.jobs.drills import MOST_SECONDS, Drills, InjectorRequest, Name, ShortText
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.model import counted
@@ -33,13 +33,18 @@ KEPT_WITHIN_S = 4.0
 _MAX_TEXT = 300
 
 
-def add_commands(app: web.Application, jobs: Callable[[], Jobs]) -> None:
+_WHO = '"who": "me", "why": "its host is hot"}'
+_EXAMPLES = {
+    **dict.fromkeys(("drain", "evict"), f'{{"replica": "r1", {_WHO}'),
+    **dict.fromkeys(("pause", "resume", "scale", "admit", "retry", "end"), f"{{{_WHO}"),
+    "adapt": f'{{"mode": "act", {_WHO}',
+}
+
+
+def add_commands(app: web.Application, jobs: Jobs) -> None:
     """``POST /v1/jobs/{job}/drain`` and the others."""
-    for action in ("drain", "evict"):
-        app.router.add_post(f"/v1/jobs/{{job}}/{action}", partial(_about_replica, action, jobs))
-    for action in ("pause", "resume", "scale", "admit", "retry", "end"):
-        app.router.add_post(f"/v1/jobs/{{job}}/{action}", partial(_order, action, jobs))
-    app.router.add_post("/v1/jobs/{job}/adapt", partial(_adapt, jobs))
+    for action in _EXAMPLES:
+        app.router.add_post(f"/v1/jobs/{{job}}/{action}", partial(_command, action, jobs))
 
 
 def find_job(jobs: Jobs, request: web.Request) -> Job:
@@ -52,89 +57,69 @@ def find_job(jobs: Jobs, request: web.Request) -> Job:
     return job
 
 
-async def _about_replica(action: str, jobs: Callable[[], Jobs], request: web.Request) -> web.StreamResponse:
-    body = await body_of(request, '{"replica": "r1", "who": "me", "why": "its host is hot"}')
-    replica = check_name("replica", text_of(body, "replica"))
-    who, why = text_of(body, "who"), text_of(body, "why")
-    job = find_job(jobs(), request)
-    _check_known(job, replica)
-    gone = action == "evict" and body.get("host_is_gone") is True
-    asked = io.Operator(action, replica, who, why, host_is_gone=gone)
-    _check(job, asked)
-    job.operate(asked)
-    if gone:
+async def _command(action: str, jobs: Jobs, request: web.Request) -> web.StreamResponse:
+    body = await body_of(request, _EXAMPLES[action])
+    job = find_job(jobs, request)
+    orders = list(_orders(action, body, job.max_replicas))
+    for order in orders:
+        _check(job, order)
+    for order in orders:
+        job.operate(order)
+    is_about_replica = action in ("drain", "evict")
+    if not is_about_replica or orders[0].host_is_gone:
         await job.overrides_stored(KEPT_WITHIN_S)
     if not job.is_running:
         raise StoreUnavailable("the leader may not have received this command: send it again in a moment")
-    return web.json_response({"ok": True, "job": job.name, action: replica}, status=202)
+    answer: dict[str, Any] = {"ok": True, "job": job.name}
+    if is_about_replica:
+        return web.json_response({**answer, action: orders[0].replica}, status=202)
+    overrides = job.core.limits.overrides
+    if action == "adapt":
+        answer |= {"mode": job.core.adaptations.mode or OFF, "vetoed": list(overrides.vetoed)}
+        return web.json_response(answer)
+    answer |= {"paused": overrides.paused, "min": overrides.min_replicas, "max": overrides.max_replicas}
+    note = _note(job, action)
+    return web.json_response({**answer, "note": note} if note else answer)
 
 
-def _check_known(job: Job, replica: str) -> None:
-    record, peers = job.core.state.record, job.core.state.liveness.peers
-    if replica not in peers and (record is None or record.member(replica) is None):
-        raise web.HTTPNotFound(text=f"job {job.name} knows no replica {replica}: look at its members")
-
-
-async def _order(action: str, jobs: Callable[[], Jobs], request: web.Request) -> web.StreamResponse:
-    body = await body_of(request, '{"who": "me", "why": "maintenance"}')
-    about = text_of(body, "about") if action == "admit" else ""
+def _orders(action: str, body: dict[str, Any], most_replicas: int) -> Iterator[io.Operator]:
+    """The orders of one request; for adapt a mode, a veto, the end of a veto. Raises ProtocolError."""
     who, why = text_of(body, "who"), text_of(body, "why")
-    job = find_job(jobs(), request)
-    least, most = (_count(body, name, job.max_replicas) for name in ("min", "max"))
-    asked = io.Operator(action, about, who, why, least, most)
-    if action == "admit" and not job.core.evidence.knows_of(about):
-        raise web.HTTPNotFound(
-            text=f"job {job.name} knows no replica or host {about}: `fabric status` shows who is kept out"
-        )
-    _check(job, asked)
-    job.operate(asked)
-    await job.overrides_stored(KEPT_WITHIN_S)
-    core = job.core
-    answer: dict[str, Any] = {"ok": True, "job": job.name, "paused": core.limits.overrides.paused}
-    answer |= {"min": core.limits.overrides.min_replicas, "max": core.limits.overrides.max_replicas}
-    if note := _note(job, action):
-        answer["note"] = note
-    return web.json_response(answer)
-
-
-async def _adapt(jobs: Callable[[], Jobs], request: web.Request) -> web.StreamResponse:
-    body = await body_of(request, '{"mode": "act", "who": "me", "why": "r2 is throttled"}')
-    who, why = text_of(body, "who"), text_of(body, "why")
-    asked = _adapt_orders(body, who, why)
-    job = find_job(jobs(), request)
-    for order in asked:
-        if order.action == "veto":
-            _check_known(job, order.replica)
-        _check(job, order)
-    for order in asked:
-        job.operate(order)
-    await job.overrides_stored(KEPT_WITHIN_S)
-    answer = {"ok": True, "job": job.name, "mode": job.core.adaptations.mode or OFF}
-    return web.json_response({**answer, "vetoed": list(job.core.limits.overrides.vetoed)})
-
-
-def _adapt_orders(body: dict[str, Any], who: str, why: str) -> list[io.Operator]:
-    """The orders of one request: a mode, a veto, the end of a veto. Raises ProtocolError."""
-    orders = []
-    if "mode" in body:
-        mode = body["mode"]
-        if mode not in ADAPT_MODES:
-            raise ProtocolError('"mode" must be "off", "advise" or "act"')
-        orders.append(io.Operator("adapt", "", who, why, mode=mode))
-    orders += [
-        io.Operator(action, check_name("replica", text_of(body, action)), who, why)
-        for action in ("veto", "allow")
-        if action in body
-    ]
-    if orders and body.get("veto") == body.get("allow", ""):
-        raise ProtocolError(f"a veto for {body['veto']} and its end contradict each other: give one of them")
-    if not orders:
+    if action in ("drain", "evict"):
+        replica = check_name("replica", text_of(body, "replica"))
+        gone = action == "evict" and body.get("host_is_gone") is True
+        yield io.Operator(action, replica, who, why, host_is_gone=gone)
+    elif action != "adapt":
+        about = text_of(body, "about") if action == "admit" else ""
+        least, most = (_count(body, name, most_replicas) for name in ("min", "max"))
+        yield io.Operator(action, about, who, why, least, most)
+    elif not body.keys() & {"mode", "veto", "allow"}:
         raise ProtocolError('give "mode", "veto" (a replica) or "allow" (a replica)')
-    return orders
+    else:
+        if "mode" in body:
+            if body["mode"] not in ADAPT_MODES:
+                raise ProtocolError('"mode" must be "off", "advise" or "act"')
+            yield io.Operator("adapt", "", who, why, mode=body["mode"])
+        for name in ("veto", "allow"):
+            if name in body:
+                yield io.Operator(name, check_name("replica", text_of(body, name)), who, why)
+        if "veto" in body and body["veto"] == body.get("allow"):
+            raise ProtocolError(
+                f"a veto for {body['veto']} and its end contradict each other: give one of them"
+            )
 
 
 def _check(job: Job, asked: io.Operator) -> None:
-    """Raise Refused or ProtocolError for an impossible command, and change nothing."""
+    """Raise Refused or ProtocolError for an impossible command, 404 for one about a stranger."""
+    record, peers = job.core.state.record, job.core.state.liveness.peers
+    is_stranger = asked.replica not in peers and (record is None or record.member(asked.replica) is None)
+    if asked.action in ("drain", "evict", "veto") and is_stranger:
+        raise web.HTTPNotFound(text=f"job {job.name} knows no replica {asked.replica}: look at its members")
+    if asked.action == "admit" and not job.core.evidence.knows_of(asked.replica):
+        raise web.HTTPNotFound(
+            text=f"job {job.name} knows no replica or host {asked.replica}: `fabric status` shows who is "
+            "kept out"
+        )
     if objection := job.core.orders.objection(asked):
         raise Refused(objection)
     if asked.action != "scale":
@@ -202,26 +187,8 @@ def _count(body: dict[str, Any], name: str, most: int) -> int | None:
 # does.
 
 
-# An injector's request is kept open at most for this time.
-_MOST_WAIT_S = 10.0
-
-ShortText = Annotated[str, msgspec.Meta(max_length=500)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 B = TypeVar("B", bound=msgspec.Struct)
 Action = Callable[[Drills, Any], object]
-
-
-class _InjectorRequest(msgspec.Struct):
-    replica: Name
-    id: Name
-    pid: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
-    host: ShortText
-    restarts: bool
-    gone: bool = False
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_WAIT_S)] = 0.0
-    drill: ShortText = ""
-    nonce: ShortText = ""  # the answer proves that its writer has heard it
-    reports: Annotated[dict[str, dict[str, ShortText]], msgspec.Meta(max_length=1000)] = {}
 
 
 class _FaultRequest(msgspec.Struct):
@@ -236,7 +203,7 @@ class _DrillRequest(msgspec.Struct):
     drill: Name
 
 
-def add_drills(app: web.Application, jobs: Callable[[], Jobs], tokens: Tokens) -> None:
+def add_drills(app: web.Application, jobs: Jobs, tokens: Tokens) -> None:
     """``/v1/jobs/{job}/drill`` and the paths below it, and ``/v1/jobs/{job}/injector``."""
     orders: dict[str, tuple[type[msgspec.Struct], Action]] = {
         "renew": (_DrillRequest, lambda drills, asked: drills.renew(asked.drill)),
@@ -255,53 +222,38 @@ def add_drills(app: web.Application, jobs: Callable[[], Jobs], tokens: Tokens) -
     app.router.add_post("/v1/jobs/{job}/injector", partial(_injector, jobs, tokens))
 
 
-async def _show(jobs: Callable[[], Jobs], request: web.Request) -> web.StreamResponse:
-    return web.json_response(find_job(jobs(), request).drills.as_json())
+async def _show(jobs: Jobs, request: web.Request) -> web.StreamResponse:
+    return web.json_response(find_job(jobs, request).drills.as_json())
 
 
-async def _begin(jobs: Callable[[], Jobs], tokens: Tokens, request: web.Request) -> web.StreamResponse:
+async def _begin(jobs: Jobs, tokens: Tokens, request: web.Request) -> web.StreamResponse:
     await _check_right(request, tokens)
     body = await body_of(request, '{"who": "me", "why": "weekly"}')
     who, why, may_lose = text_of(body, "who"), text_of(body, "why"), body.get("yes_lose_it", False)
-    job = find_job(jobs(), request)
+    job = find_job(jobs, request)
     record = job.core.state.record
     job.drills.begin(who, why, len(record.roster) if record else 0, may_lose=may_lose is True)
     return web.json_response(job.drills.as_json())
 
 
 async def _drill_order(
-    jobs: Callable[[], Jobs], tokens: Tokens, kind: type[msgspec.Struct], action: Action, request: web.Request
+    jobs: Jobs, tokens: Tokens, kind: type[msgspec.Struct], action: Action, request: web.Request
 ) -> web.StreamResponse:
     await _check_right(request, tokens)
     asked = _decoded(await read_body(request), kind)
-    job = find_job(jobs(), request)
+    job = find_job(jobs, request)
     action(job.drills, asked)
     return web.json_response(job.drills.as_json())
 
 
-async def _injector(jobs: Callable[[], Jobs], tokens: Tokens, request: web.Request) -> web.StreamResponse:
-    asked = _decoded(await read_body(request), _InjectorRequest)
-    job = find_job(jobs(), request)
-    who = (
-        check_name("replica", asked.replica),
-        cleaned(asked.id),
-        asked.pid,
-        cleaned(asked.host),
-        asked.restarts,
-    )
-    reports = {
-        int(number): {name: cleaned(text) for name, text in report.items()}
-        for number, report in asked.reports.items()
-        if number.isdecimal() and len(number) < 10
-    }
-
-    def ask() -> dict[str, Any]:
-        return job.drills.ask(AskingInjector(*who, job.now), asked.drill, reports, is_gone=asked.gone)
-
-    answer = ask()
+async def _injector(jobs: Jobs, tokens: Tokens, request: web.Request) -> web.StreamResponse:
+    asked = _decoded(await read_body(request), InjectorRequest)
+    check_name("replica", asked.replica)
+    drills = find_job(jobs, request).drills
+    answer = drills.ask(asked)
     if asked.wait_s and not answer["faults"]:
-        await job.drills.wait_changed(asked.wait_s)
-        answer = ask()
+        await drills.wait_changed(asked.wait_s)
+        answer = drills.ask(asked)
     proofs = [proof_of(key, asked.nonce, answer) for key in tokens.order_keys(request.match_info["job"])]
     return web.json_response({**answer, "proofs": proofs})
 

@@ -22,11 +22,12 @@ from fabric.lighthouse.connections.validation import check_name
 from fabric.lighthouse.election import Election, StoreProbe
 from fabric.lighthouse.history.recovery import LaunchReport, RecoveryRecord
 from fabric.lighthouse.history.slowdowns import SlowdownRecord
-from fabric.lighthouse.http import dashboard, websockets
+from fabric.lighthouse.http import dashboard
 from fabric.lighthouse.http.job_status import StatusCache, job_line, job_text
 from fabric.lighthouse.http.node_meeting import NodeMeetings
 from fabric.lighthouse.http.operator_routes import add_commands, add_drills, body_of, find_job, text_of
 from fabric.lighthouse.http.tokens import Tokens, TokenTries, is_in_scope, token_required
+from fabric.lighthouse.http.websockets import SessionSocket, StatusSocket
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.job_history import PIECE, JobEvent
 from fabric.lighthouse.jobs.jobs import Jobs
@@ -131,15 +132,11 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     ``names``: its host names besides loopback.
     """
     tokens, tries = tokens or Tokens(None), TokenTries()
-
-    def refused(job: str, address: str) -> None:
-        parts.jobs.token_refused(job, address)
-
     app = web.Application(
         middlewares=[
             errors_as_json,
             *([pages_kept_out(names)] if tokens.is_open else []),
-            token_required(tokens, OPEN_PATHS, dashboard.scope_of_login, tries, refused),
+            token_required(tokens, OPEN_PATHS, dashboard.scope_of_login, tries, parts.jobs.token_refused),
             _leader_only(parts),
         ],
         client_max_size=MAX_BODY_BYTES,
@@ -161,12 +158,10 @@ def make_app(parts: LighthouseParts, tokens: Tokens | None, names: Iterable[str]
     add("/v1/jobs/{job}/session", routes.session)
     add("/v1/jobs/{job}/trainer-status", routes.trainer_status)
     app.router.add_post("/v1/jobs/{job}/launcher", routes.launcher)
-    app.router.add_post(
-        "/v1/jobs/{job}/nodes", NodeMeetings(lambda: parts.jobs, lambda: parts.election.term).answer
-    )
+    app.router.add_post("/v1/jobs/{job}/nodes", NodeMeetings(parts.jobs, lambda: parts.election.term).answer)
     dashboard.add_routes(app, tokens, tries)
-    add_commands(app, lambda: parts.jobs)
-    add_drills(app, lambda: parts.jobs, tokens)
+    add_commands(app, parts.jobs)
+    add_drills(app, parts.jobs, tokens)
     return app
 
 
@@ -341,11 +336,11 @@ class LighthouseRoutes:
 
     async def session(self, request: web.Request) -> web.StreamResponse:
         """Serve a trainer's WebSocket."""
-        return await self._come_again() or await websockets.session(request, self._parts.jobs)
+        return await self._come_again() or await SessionSocket(request, self._parts.jobs).serve()
 
     async def trainer_status(self, request: web.Request) -> web.StreamResponse:
         """Serve a checkpoint server's WebSocket."""
-        return await self._come_again() or await websockets.trainer_status(request, self._parts.jobs)
+        return await self._come_again() or await StatusSocket(request, self._parts.jobs).serve()
 
     async def _come_again(self) -> web.Response | None:
         """Wait until the queue admits this connection; return a refusal, or None when it is admitted."""

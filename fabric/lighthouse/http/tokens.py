@@ -200,7 +200,7 @@ class Tokens:
         if self._looking is None:
             if time.monotonic() - self._looked < LOOK_S:
                 return
-            self._looking = _in_thread(_look_at, self._folder, self._look.entries)
+            self._looking = _look_at(self._folder, self._look.entries)
             self._looking.add_done_callback(self._take)
         elif self._look.blind == _HANGS:
             return
@@ -222,10 +222,8 @@ class Tokens:
 _HANGS = f"does not answer within {HANG_S:g} s"
 
 
-def _in_thread(
-    work: Callable[[Path, dict[str, _TokenEntry]], _FolderScan], folder: Path, entries: dict[str, _TokenEntry]
-) -> "asyncio.Future[_FolderScan]":
-    """Run ``work`` in a thread that may still run when the process ends."""
+def _look_at(folder: Path, before: dict[str, _TokenEntry]) -> "asyncio.Future[_FolderScan]":
+    """Read the folder in a thread that may still run when the process ends."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[_FolderScan] = loop.create_future()
 
@@ -234,18 +232,18 @@ def _in_thread(
             outcome.set_result(look)
 
     def run() -> None:
-        look = work(folder, entries)
+        look = _scan(folder, before)
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(tell, look)
 
     try:
         threading.Thread(target=run, name="fabric-tokens", daemon=True).start()
     except RuntimeError as error:
-        outcome.set_result(_FolderScan(entries, f"cannot be read ({error})"))
+        outcome.set_result(_FolderScan(before, f"cannot be read ({error})"))
     return outcome
 
 
-def _look_at(folder: Path, before: dict[str, _TokenEntry]) -> _FolderScan:
+def _scan(folder: Path, before: dict[str, _TokenEntry]) -> _FolderScan:
     try:
         files = sorted(folder.iterdir())
     except OSError as error:

@@ -8,6 +8,7 @@ kernel's keep-alive finds hosts that have vanished.
 import asyncio
 import logging
 import socket as sockets
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -116,114 +117,162 @@ _KEEP_ALIVE = (
 )
 
 
-async def session(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
+class MemberSocket(ABC):
+    """One WebSocket of a job. A message that is not valid closes it with a sentence."""
+
+    most_bytes = MAX_STATUS_BYTES
+    silence_s: float | None = None  # the longest silence of the peer after its first message; None: any
+
+    def __init__(self, request: web.Request, jobs: Jobs) -> None:
+        self._request, self._jobs, self._name = request, jobs, request.match_info["job"]
+        self._job: Job | None = None  # found or made when the first valid message arrives
+        self._gate = LayoutGate(jobs.layouts, self._name, request.transport)
+        jobs.find(self._name)
+
+    @abstractmethod
+    def hear(self, text: str) -> bool:
+        """Take one message; return whether to go on. Raises FabricError."""
+
+    @abstractmethod
+    def left(self, job: Job) -> None:
+        """Note that the connection is closed."""
+
+    async def serve(self) -> web.WebSocketResponse:
+        """Take messages until either side closes."""
+        self._socket, self._connection = await _accept(self._request, self.most_bytes)
+        if (transport := self._request.transport) is not None:
+            library = transport.get_protocol()
+            assert isinstance(library, asyncio.Protocol)
+            # A peer that pings and reads no answer is cut.
+            transport.set_protocol(FastFrames(library, self.on_text, self._connection.send))
+        # A separate task, because every message would wake the request's task and all its callers.
+        reading = asyncio.get_running_loop().create_task(self._read())
+        try:
+            await reading
+            await self._connection.ended()
+        finally:
+            reading.cancel()
+            self._gate.close()
+            if self._job is not None:
+                self.left(self._job)
+                self._jobs.release(self._job)
+            self._connection.forget()
+        return self._socket
+
+    def on_text(self, text: str) -> bool:
+        """Take one message of this connection; return whether to go on."""
+        return not self._connection.is_ending and self._take(text)
+
+    def _take(self, text: str) -> bool:
+        try:
+            return self.hear(text)
+        except FabricError as error:
+            self.refuse(text, error)
+            return False
+
+    def led_job(self) -> Job:
+        """Return the job. Raises StoreUnavailable when this lighthouse does not lead it (any more)."""
+        if self._job is None:
+            self._job = self._jobs.find_or_make(self._name)
+        if not self._jobs.leads or not self._job.is_running:
+            raise StoreUnavailable("this lighthouse does not lead the job now: connect again")
+        return self._job
+
+    def refuse(self, text: str, error: FabricError) -> None:
+        """Close the connection for this message."""
+        connection = self._connection
+        if isinstance(error, StoreUnavailable):
+            connection.end(NOT_THE_LEADER, str(error))
+            return
+        log.warning("job %s: a connection of %s is closed: %s", self._name, connection.replica or "?", error)
+        connection.send(FrameCache().of(Rejected(str(error)), accepts_compression=False))
+        connection.end(MALFORMED, str(error))
+
+    async def _read(self) -> None:
+        """Take the messages that the library reads: the first unusual frame and all later ones."""
+        wait_s: float | None = FIRST_MESSAGE_S
+        while True:
+            try:
+                message = await self._socket.receive(wait_s)
+            except TimeoutError:
+                wait_s = None  # the fast path has read the first message, and may read more
+                if self.silence_s is not None:
+                    heard_at, now = self._connection.heard_at, asyncio.get_running_loop().time()
+                    wait_s = heard_at + self.silence_s - now
+                if (self._job is None and not self._gate.is_shut) or (wait_s is not None and wait_s <= 0):
+                    self._connection.end(MALFORMED, "nothing was said for too long")
+                    return
+                continue
+            wait_s = self.silence_s
+            if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
+                return
+            if message.type is not WSMsgType.TEXT:
+                self.refuse("", ProtocolError("messages are JSON text, not binary"))
+                return
+            if not self.on_text(message.data):
+                return
+
+
+class SessionSocket(MemberSocket):
     """``GET /v1/jobs/{job}/session``: the first message opens it; it lasts until either side closes."""
-    name = request.match_info["job"]
-    jobs.find(name)
-    policy = parse_policy(request.query.get("replicas", ""), jobs.start_wait_s)
-    socket, connection = await _accept(request, MOST_BYTES)
-    place = JobLookup(jobs, name)
-    gate = place.gate = LayoutGate(jobs.layouts, name, request.transport)
 
-    def hear(text: str) -> bool:
-        message = decode_member(text) if place.job else decode_session(text)
+    most_bytes = MOST_BYTES
+
+    def __init__(self, request: web.Request, jobs: Jobs) -> None:
+        super().__init__(request, jobs)
+        self._policy = parse_policy(request.query.get("replicas", ""), jobs.start_wait_s)
+
+    def on_text(self, text: str) -> bool:
+        if self._connection.is_ending or self._gate.holds(text):
+            return not self._connection.is_ending
+        if self._job is not None and self._job.defer(text, partial(self._take, text)):
+            return True
+        return self._take(text)
+
+    def hear(self, text: str) -> bool:
+        message = decode_member(text) if self._job else decode_session(text)
         if not isinstance(message, OpenSession):
-            place.take().hear(connection, message)
+            self.led_job().hear(self._connection, message)
             return True
-        if place.job and not connection.is_of(message.replica, message.incarnation):
+        if self._job and not self._connection.is_of(message.replica, message.incarnation):
             raise ProtocolError("a session speaks for one process: open another one for another process")
-        if gate.reads(message.cuts, text, on_text, partial(_end_of, place, connection, text)):
+        if self._gate.reads(message.cuts, text, self.on_text, partial(self.refuse, text)):
             return True
-        return place.take().open(connection, message, policy)
+        return self.led_job().open(self._connection, message, self._policy)
 
-    take = _guarded(place, connection, hear)
+    def refuse(self, text: str, error: FabricError) -> None:
+        super().refuse(text, error)
+        if text and self._job is None and not isinstance(error, StoreUnavailable):
+            with suppress(FabricError):  # it names no replica, or the job's record cannot be read
+                replica, job = check_name("replica", sender_of(text)), self._jobs.find(self._name)
+                if job is not None:
+                    job.note(REFUSED, replica, str(error))
 
-    def on_text(text: str) -> bool:
-        if connection.is_ending or gate.holds(text):
-            return not connection.is_ending
-        if place.job is not None and place.job.defer(text, partial(take, text)):
-            return True
-        return take(text)
-
-    _read_fast(request, connection, on_text)
-    await _serve(place, socket, connection, on_text, lambda job: job.session_closed(connection))
-    return socket
+    def left(self, job: Job) -> None:
+        job.session_closed(self._connection)
 
 
-def _read_fast(request: web.Request, connection: MemberConnection, on_text: Callable[[str], bool]) -> None:
-    """Let the fast path read this connection; a peer that pings and reads no answer is cut."""
-    transport = request.transport
-    if transport is not None:
-        library = transport.get_protocol()
-        assert isinstance(library, asyncio.Protocol)
-        transport.set_protocol(FastFrames(library, on_text, connection.send))
-
-
-async def trainer_status(request: web.Request, jobs: Jobs) -> web.WebSocketResponse:
+class StatusSocket(MemberSocket):
     """``GET /v1/jobs/{job}/trainer-status``: a checkpoint server's statuses until either side closes."""
-    name = request.match_info["job"]
-    jobs.find(name)
-    socket, connection = await _accept(request, MAX_STATUS_BYTES)
-    place, loop = JobLookup(jobs, name), asyncio.get_running_loop()
 
-    def hear(text: str) -> bool:
-        connection.heard_at = loop.time()
+    silence_s = STATUS_SILENCE_S
+
+    def hear(self, text: str) -> bool:
+        connection = self._connection
+        connection.heard_at = asyncio.get_running_loop().time()
         statuses = decode_statuses(text)
         if isinstance(statuses, StatusUnchanged):
-            place.take().statuses_unchanged(connection)
+            self.led_job().statuses_unchanged(connection)
             return True
         for status in statuses:
             if connection.replica not in ("", status.replica):
                 raise ProtocolError("a checkpoint server speaks for one replica: open another connection")
             connection.replica = status.replica
-        place.take().trainer_statuses(connection, statuses)
+        self.led_job().trainer_statuses(connection, statuses)
         return True
 
-    take = _guarded(place, connection, hear)
-
-    def on_text(text: str) -> bool:
-        return not connection.is_ending and take(text)
-
-    _read_fast(request, connection, on_text)
-    await _serve(
-        place, socket, connection, on_text, lambda job: job.server_closed(connection), STATUS_SILENCE_S
-    )
-    return socket
-
-
-class JobLookup:
-    """Finds or makes the job of a connection, when the connection's first valid message arrives."""
-
-    def __init__(self, jobs: Jobs, name: str) -> None:
-        self.name = name
-        self.job: Job | None = None
-        self.gate: LayoutGate | None = None
-        self._jobs = jobs
-
-    def take(self) -> Job:
-        """Return the job. Raises StoreUnavailable when this lighthouse does not lead it (any more)."""
-        if self.job is None:
-            self.job = self._jobs.find_or_make(self.name)
-        if not self._jobs.leads or not self.job.is_running:
-            raise StoreUnavailable("this lighthouse does not lead the job now: connect again")
-        return self.job
-
-    def refused(self, session: str, why: str) -> None:
-        """Record that the first message was refused, where it is a session of a known job."""
-        if self.gate is None or self.job is not None:
-            return
-        with suppress(FabricError):  # it names no replica, or the job's record cannot be read
-            replica, job = check_name("replica", sender_of(session)), self._jobs.find(self.name)
-            if job is not None:
-                job.note(REFUSED, replica, why)
-
-    def leave(self, on_end: Callable[[Job], None]) -> None:
-        """Note that the connection is closed."""
-        if self.gate is not None:
-            self.gate.close()
-        if self.job is not None:
-            on_end(self.job)
-            self._jobs.release(self.job)
+    def left(self, job: Job) -> None:
+        job.server_closed(self._connection)
 
 
 class _ExplainingSocket(web.WebSocketResponse):
@@ -260,79 +309,3 @@ async def _accept(request: web.Request, most_bytes: int) -> tuple[web.WebSocketR
     connection = MemberConnection(socket, transport)
     connection.address, connection.is_trusted = request.remote or "", opened_with_own(request)
     return socket, connection
-
-
-def _guarded(
-    place: JobLookup, connection: MemberConnection, on_text: Callable[[str], bool]
-) -> Callable[[str], bool]:
-    """Wrap ``on_text``: an error in it closes the connection with a sentence and makes it return False."""
-
-    def take(text: str) -> bool:
-        try:
-            return on_text(text)
-        except FabricError as error:
-            _end_of(place, connection, text, error)
-            return False
-
-    return take
-
-
-def _end_of(place: JobLookup, connection: MemberConnection, text: str, error: FabricError) -> None:
-    if isinstance(error, StoreUnavailable):
-        connection.end(NOT_THE_LEADER, str(error))
-        return
-    log.warning("job %s: a connection of %s is closed: %s", place.name, connection.replica or "?", error)
-    place.refused(text, str(error))
-    connection.send(FrameCache().of(Rejected(str(error)), accepts_compression=False))
-    connection.end(MALFORMED, str(error))
-
-
-async def _serve(
-    place: JobLookup,
-    socket: web.WebSocketResponse,
-    connection: MemberConnection,
-    take: Callable[[str], bool],
-    on_end: Callable[[Job], None],
-    silence_s: float | None = None,
-) -> None:
-    """Give every text to ``take`` until it says False, the socket ends, or it is silent for ``silence_s``."""
-    # A separate task, because every message would wake the request's task and all its callers.
-    reading = asyncio.get_running_loop().create_task(_read(place, socket, connection, take, silence_s))
-    try:
-        await reading
-        await connection.ended()
-    finally:
-        reading.cancel()
-        place.leave(on_end)
-        connection.forget()
-
-
-async def _read(
-    place: JobLookup,
-    socket: web.WebSocketResponse,
-    connection: MemberConnection,
-    take: Callable[[str], bool],
-    silence_s: float | None,
-) -> None:
-    """Take the messages that the library reads: the first unusual frame and all later ones."""
-    wait_s: float | None = FIRST_MESSAGE_S
-    while True:
-        try:
-            message = await socket.receive(wait_s)
-        except TimeoutError:
-            is_held = place.gate is not None and place.gate.is_shut
-            wait_s = None  # the fast path has read the first message, and may read more
-            if silence_s is not None:
-                wait_s = connection.heard_at + silence_s - asyncio.get_running_loop().time()
-            if (place.job is None and not is_held) or (wait_s is not None and wait_s <= 0):
-                connection.end(MALFORMED, "nothing was said for too long")
-                return
-            continue
-        wait_s = silence_s
-        if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
-            return
-        if message.type is not WSMsgType.TEXT:
-            _end_of(place, connection, "", ProtocolError("messages are JSON text, not binary"))
-            return
-        if not take(message.data):
-            return

@@ -8,9 +8,12 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from fabric.errors import Refused
+from fabric.lighthouse.connections.validation import cleaned
 
 LEASE_S = 10.0
 MOST_SECONDS = 600.0
@@ -19,20 +22,31 @@ INJECTOR_S = 15.0
 _MOST_FAULTS = 1000
 _MOST_INJECTORS = 4096
 _MAX_TEXT = 500
+# An injector's request is kept open at most for this time.
+MOST_WAIT_S = 10.0
 # event kind, replica, sentence
 Note = Callable[[str, str, str], object]
 
 
-@dataclass(frozen=True, slots=True)
-class AskingInjector:
-    """One trainer that allows drills, by its injector's newest request."""
+ShortText = Annotated[str, msgspec.Meta(max_length=_MAX_TEXT)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
-    replica: str
-    id: str  # names the injector's process; the next process of the replica has another one
-    pid: int  # the trainer
-    host: str  # names the kernel under the trainer
+
+class InjectorRequest(msgspec.Struct):
+    """The words of a trainer's injector, which allows drills; its newest request stands for it."""
+
+    replica: Name
+    id: Name  # names the injector's process; the next process of the replica has another one
+    pid: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]  # the trainer
+    host: ShortText  # names the kernel under the trainer
     restarts: bool  # whether a launcher starts the trainer again
-    seen: float  # monotonic seconds
+    gone: bool = False  # its trainer has ended, and this is its last request
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_WAIT_S)] = 0.0
+    drill: ShortText = ""  # the drill that ``reports`` are about
+    nonce: ShortText = ""  # the answer proves that its writer has heard it
+    # The number of a fault -> what the injector has seen: observed, undone or problem, and the evidence.
+    reports: Annotated[dict[str, dict[str, ShortText]], msgspec.Meta(max_length=1000)] = {}
+    seen: float = 0.0  # monotonic seconds at which `Drills` heard it
 
 
 @dataclass(slots=True)
@@ -77,11 +91,11 @@ class Drills:
     def __init__(self, job: str, note: Note, clock: Callable[[], float]) -> None:
         self._job, self._note, self._clock = job, note, clock
         self._drill: Drill | None = None
-        self._injectors: dict[str, AskingInjector] = {}
+        self._injectors: dict[str, InjectorRequest] = {}
         self._changed = asyncio.Event()
 
     @property
-    def injectors(self) -> Mapping[str, AskingInjector]:
+    def injectors(self) -> Mapping[str, InjectorRequest]:
         """The injectors that have asked lately, by replica."""
         now = self._clock()
         return {name: x for name, x in self._injectors.items() if now - x.seen < INJECTOR_S}
@@ -148,31 +162,26 @@ class Drills:
         if drill is not None and self._clock() - drill.renewed > LEASE_S:
             self._end(drill, f"it was not renewed for {LEASE_S:g} s, and its faults are undone")
 
-    def ask(
-        self,
-        injector: AskingInjector,
-        drill_id: str,
-        reports: Mapping[int, Mapping[str, str]],
-        *,
-        is_gone: bool,
-    ) -> dict[str, Any]:
-        """Take an injector's reports on the faults of ``drill_id``; return the faults in force for it.
-
-        ``is_gone``: its trainer has ended, and this is its last request.
-        """
+    def ask(self, injector: InjectorRequest) -> dict[str, Any]:
+        """Take an injector's reports on the faults of its drill; return the faults in force for it."""
         self.look()
+        injector.id, injector.host, injector.seen = (
+            cleaned(injector.id),
+            cleaned(injector.host),
+            self._clock(),
+        )
         before, drill = self._injectors.get(injector.replica), self._drill
-        if not is_gone and (before is not None or len(self._injectors) < _MOST_INJECTORS):
+        if not injector.gone and (before is not None or len(self._injectors) < _MOST_INJECTORS):
             self._injectors[injector.replica] = injector
         elif before is not None and before.id == injector.id:
             del self._injectors[injector.replica]
         if drill is None:
             return {"drill": "", "faults": []}
         own = [x for x in drill.faults.values() if x.injector == injector.id]
-        for fault in own if drill.id == drill_id else ():
-            self._take(drill, fault, reports.get(fault.number, {}))
+        for fault in own if drill.id == injector.drill else ():
+            self._take(drill, fault, injector.reports.get(str(fault.number), {}))
         for fault in drill.faults.values():
-            if fault.replica != injector.replica or fault.injector == injector.id or is_gone:
+            if fault.replica != injector.replica or fault.injector == injector.id or injector.gone:
                 continue
             # Another process has taken the place of the one that the fault was for.
             if fault.observed and not fault.undone:
@@ -206,9 +215,9 @@ class Drills:
 
     def _take(self, drill: Drill, fault: DrillFault, report: Mapping[str, str]) -> None:
         for name in ("observed", "undone", "problem"):
-            text = report.get(name, "")
+            text = cleaned(report.get(name, ""))
             if text and not getattr(fault, name):
-                setattr(fault, name, text[:_MAX_TEXT])
+                setattr(fault, name, text)
                 self._note(
                     f"drill {name}", fault.replica, f"drill {drill.id}: {fault.name} {fault.replica}: {text}"
                 )

@@ -19,11 +19,10 @@ from fabric.lighthouse.connections import connection as codes
 from fabric.lighthouse.connections.connection import (
     FrameCache,
     MemberConnection,
-    SendPacer,
     WorkQueue,
+    frame_of,
     notice_of,
     terms_of,
-    text_frame,
 )
 from fabric.lighthouse.diagnosis.diagnosis_task import DiagnosisTask
 from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
@@ -36,7 +35,6 @@ from fabric.lighthouse.diagnosis.status_text import (
     counts,
     no_room,
     numbers,
-    others,
     policy_kept,
 )
 from fabric.lighthouse.history.ledger import GoodputLedger
@@ -56,7 +54,6 @@ from fabric.protocol.leader.core import MANY, LeaderCore
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages import wire
 from fabric.protocol.nodes import SPARE, HostRow, ReplicaNodes
 from fabric.runtime.driver import Driver
 from fabric.runtime.logs import fields
@@ -78,7 +75,7 @@ class JobConnections:
         # refuses, has a checkpoint server, too.
         self.servers: dict[MemberConnection, dict[tuple[str, int], HeardStatus]] = {}
         self.launchers: dict[str, ReplicaNodes] = {}  # of each replica of several hosts
-        self.pacer = SendPacer()
+        self.pacer = WorkQueue()
         self._frames = FrameCache()
         self._opening: MemberConnection | None = None
 
@@ -163,8 +160,8 @@ class JobConnections:
         others = (statuses.get((last.replica, last.rank)) for statuses in self.servers.values())
         return any(x is not None and x.status.ckpt == last.ckpt for x in others)
 
-    def notify_servers(self, text: str) -> None:
-        frame = text_frame(text)
+    def notify_servers(self, notice: m.EpochNotice) -> None:
+        frame = frame_of(notice)
         for connection in self.servers:
             connection.send(frame)
 
@@ -208,7 +205,11 @@ class RecordTasks:
 
     def read(self, asker: object) -> None:
         """Read the record; ends in RecordRead."""
-        self._context.tasks.start(f"read {self._shell.name}", self._read(asker))
+
+        async def answer() -> None:
+            self._shell.answer(asker, io.RecordRead(await self._read_stubbornly(asker)))
+
+        self._context.tasks.start(f"read {self._shell.name}", answer())
 
     async def read_afresh(self) -> Record | None:
         """Return the record for a new core, and forget past failures."""
@@ -233,9 +234,6 @@ class RecordTasks:
         else:
             self._failures = 0
         self._shell.answer(asker, failed if why else io.RecordWritten(record.nonce))
-
-    async def _read(self, asker: object) -> None:
-        self._shell.answer(asker, io.RecordRead(await self._read_stubbornly(asker)))
 
     async def _read_stubbornly(self, asker: object) -> Record | None:
         """Return the record. Ask the store until it answers or the asker no longer waits."""
@@ -460,8 +458,8 @@ class Job:
         """Open a session, or open it again; return False when the core refused it and it is being closed."""
         record, allowed = self.core.state.record, self.max_replicas
         needed = policy.min_replicas if record is None else 0
-        count = others(session.replica, self.connections.sessions, record, allowed)
-        reason = no_room(self.name, session.replica, count, needed, allowed)
+        sessions = self.connections.sessions
+        reason = no_room(self.name, session.replica, sessions, record, needed, allowed)
         if reason := reason or self.peer_addresses.stranger(session):
             self.note(REFUSED, session.replica, reason)
             self.connections.refuse(connection, reason)
@@ -532,9 +530,9 @@ class Job:
         """Take the statuses of all ranks of a server; the core gets only some of many equal statuses."""
         if self.connections.is_new_server(connection):
             servers, record = len(self.connections.servers), self.core.state.record
-            connection.send(text_frame(wire.encode(terms_of(servers)).decode()))
+            connection.send(frame_of(terms_of(servers)))
             if record is not None:
-                connection.send(text_frame(notice_of(record, servers)))
+                connection.send(frame_of(notice_of(record, servers)))
         news = [x for x in statuses if self.connections.is_news(connection, x, self.now)]
         dropped = self.connections.dropped(connection, statuses)
         for status in news:  # a defect in the core may end all connections of the job here
@@ -623,17 +621,10 @@ class Job:
     def _look_at_speeds(self, now: float) -> None:
         for change in self.slowness.look(self.core, now):
             self.note(change.kind, change.about, change.why)
-        record = self.core.state.record
-        roster = [member.replica for member in record.roster] if record else []
-        ranks = {state.replica: state.ranks for state in self.slowness.states()}
-        for verdict in self.slowness.checks.look(self.slowness.slow, ranks, roster, time.time()):
-            self.note(f"slowness {verdict.verdict}", verdict.replica, verdict.why)
-            self.history.keep_slowdowns(self.history.slowdowns.judge(verdict.replica, verdict.verdict))
-            self.slowness.take_verdict(verdict)
         step = self.core.progress.highest_step or 0
         states, slowdowns = self.slowness.states(), self.history.slowdowns
         self.history.keep_slowdowns(slowdowns.observe(states, self.events.newest, step, time.time()))
-        if (order := self.slowness.take_order()) is not None:
+        if (order := self.slowness.remedies.take_order()) is not None:
             self._feed(order)
 
     def answer(self, asker: object, event: io.Event) -> None:

@@ -30,7 +30,7 @@ from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import wire
 from fabric.runtime.system_calls import seconds_since_boot
 from fabric.runtime.tasks import Tasks
-from fabric.store import Compare, Delete, Operation, Put, Store
+from fabric.store.base import Compare, Delete, Operation, Put, Store
 
 # One job's membership record in the store: read it, and replace it under two guards.
 #
@@ -75,28 +75,15 @@ def ledger_of(namespace: str, job: str) -> str:
 
 
 class StoredRecord:
-    """The record of ``job`` as one term sees it. ``revision``: of the last read or write, 0 for none.
-    ``commit`` does all writes."""
+    """The record of ``job`` as one term sees it. ``revision``: of the last read or write, 0 for none."""
 
-    def __init__(
-        self,
-        store: Store,
-        commit: Commit,
-        namespace: str,
-        job: str,
-        term: Term,
-        revision: int,
-        metrics: LighthouseMetrics,
-    ) -> None:
-        self._store = store
-        self._commit = commit
-        self._key = record_key(namespace, job)
-        self._folders = {kind: folder_of(namespace, kind, job) for kind in _KINDS}
-        self._ledger = ledger_of(namespace, job)
-        self._term = term
+    def __init__(self, context: "TermContext", job: str, revision: int) -> None:
+        self._store, self._commit, self._term = context.store, context.commit, context.term
+        self._key = record_key(context.namespace, job)
+        self._folders = {kind: folder_of(context.namespace, kind, job) for kind in _KINDS}
+        self._ledger = ledger_of(context.namespace, job)
         self._revision = revision
-        self._metrics = metrics
-        self._job = job
+        self._metrics, self._job = context.metrics, job
 
     async def write(self, record: Record) -> bool:
         """Replace the record; False when a guard refused. Raises as ``Store.commit`` does."""
@@ -267,6 +254,9 @@ class TermContext:
     """The context of one term."""
 
     term: Term
+    store: Store
+    commit: Commit  # does all writes
+    namespace: str
     config: LeaderConfig
     metrics: LighthouseMetrics
     tasks: Tasks

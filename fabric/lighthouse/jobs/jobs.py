@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from fabric.errors import ProtocolError, Refused, StoreError, StoreUnavailable
 from fabric.lighthouse.connections import connection as codes
@@ -23,7 +24,7 @@ from fabric.model import Record, counted
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.messages import wire
 from fabric.runtime.tasks import Tasks
-from fabric.store import KeyValue, Store
+from fabric.store.base import KeyValue, Store
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +62,21 @@ class Jobs:
         self.loaded = asyncio.Event()
         self.layouts = LayoutReader()
         self._store = store
-        self._commit = commit or store.commit
         self._namespace = namespace
         self._config = config
         self._quotas = quotas
-        self._metrics = metrics
         self._tasks = tasks
-        self._access_to = access_to
+        self._term_context = partial(
+            TermContext,
+            store=store,
+            commit=commit or store.commit,
+            namespace=namespace,
+            config=config,
+            metrics=metrics,
+            tasks=tasks,
+            access_to=access_to,
+            max_replicas=quotas.replicas,
+        )
         self.traces: Traces | None = None
         self.on_end: Callable[[str], None] = lambda _reason: None  # called while the jobs are still led
         self._context: TermContext | None = None
@@ -75,15 +84,7 @@ class Jobs:
 
     def begin(self, term: Term) -> None:
         """Begin to lead: read every record and lead its job."""
-        self._context = TermContext(
-            term,
-            self._config,
-            self._metrics,
-            self._tasks,
-            self._access_to,
-            max_replicas=self._quotas.replicas,
-            traces=self.traces,
-        )
+        self._context = self._term_context(term, traces=self.traces)
         self._tasks.start("load the jobs", self._load(self._context))
         self._tasks.start("forget old jobs", self._forget_old(self._context))
 
@@ -204,9 +205,7 @@ class Jobs:
                     self.release(job)
 
     def _make(self, context: TermContext, name: str, record: Record | None, revision: int) -> Job:
-        stored = StoredRecord(
-            self._store, self._commit, self._namespace, name, context.term, revision, self._metrics
-        )
+        stored = StoredRecord(context, name, revision)
         # Read the record from the store, because another leader may have changed the record meanwhile.
         past = self._past.setdefault(name, JobPast())
         job = self.by_name[name] = Job(name, context, stored, past)

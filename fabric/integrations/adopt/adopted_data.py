@@ -477,17 +477,17 @@ class AdoptedData:
         refuse_memory(self._loader.collate_fn, self._loader.dataset)
         refuse_other_data(sys._getframe(), self._loader)  # noqa: SLF001
         self.batches_per_step = self.batches_per_step or len(self._used) or 1
-        blocks, left = self._order.blocks, self._order.left
+        blocks, left, parts = self._order.blocks, self._order.left, self._order.parts
         if blocks % self.batches_per_step:
             raise ConfigError(
                 f"the script makes a step of {self.batches_per_step} batches, and a pass over the data "
                 f"has {blocks}: choose a batch size or a number of replicas so that steps divide the pass, "
                 f"give the DataLoader drop_last=True, or {OWN_WAY}"
             )
-        if self.batches_per_step > 1 and 0 < left < self._order.parts:
+        if self.batches_per_step > 1 and left % parts:  # its samples would weigh more on one rank
             raise ConfigError(
-                f"the last batch of a pass has {left} samples for {self._order.parts} ranks, and the script "
-                "adds it to others in one step: give the DataLoader drop_last=True"
+                f"the last batch of a pass has {left} samples, which {parts} ranks cannot share evenly, and "
+                "the script adds it to others in one step: give the DataLoader drop_last=True"
             )
         self.sampler = AdoptedSampler(self, self._order, self.batches_per_step)
 

@@ -33,7 +33,7 @@ LIMITS = {
     "writes of a part of a core into another part": 159,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 83_169,
+    "lines of fabric/": 83_162,
     "files of fabric/": 349,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 0.81,
@@ -41,7 +41,7 @@ LIMITS = {
     "settings": 30,
     "flags and arguments of commands": 87,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.56,
+    "lines of fabric/ per function": 14.57,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {
@@ -53,7 +53,7 @@ BUDGETS = {
     "drill": 4_181,
     "ftar": 5_059,
     "health": 1_435,
-    "integrations": 8_425,
+    "integrations": 8_418,
     "lighthouse": 8_411,
     "model and errors": 661,
     "plan": 1_727,

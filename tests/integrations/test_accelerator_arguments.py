@@ -187,3 +187,22 @@ def test_a_stream_that_the_loop_reads_to_its_end_is_refused():
         for _epoch in range(2):
             for x in loader:
                 accelerator.backward(model(x).mean())
+
+
+def test_a_stream_that_a_generator_repeats_is_taken(monkeypatch):
+    accelerator, model = FabricAccelerator(cpu=True), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def attach(*_, **__):
+        raise InterruptedError
+
+    def repeated():
+        while True:
+            for x in loader:
+                yield 2 * x
+
+    monkeypatch.setattr("fabric.client.attach", attach)
+    with pytest.raises(InterruptedError):
+        next(repeated())

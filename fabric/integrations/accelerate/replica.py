@@ -537,7 +537,8 @@ class Triggers:
 def _refuse_finite_stream(dataset: object) -> None:
     """Raise ConfigError where the loop reads a stream to its end: the stream of a job goes on for ever."""
     _, loops = next(loops_around(sys._getframe(1)), (None, []))  # noqa: SLF001
-    ends = (ast.Break, ast.Return, ast.Raise)
+    # The caller of a generator may leave it.
+    ends = (ast.Break, ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)
     if loops and not any(isinstance(x, ends) for x in ast.walk(loops[-1])):
         raise ConfigError(
             f"the script reads its {type(dataset).__name__} to the end, and a job reads a data set without "

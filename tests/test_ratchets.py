@@ -32,7 +32,7 @@ LIMITS = {
     "writes of a part of a core into another part": 0,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 82_053,
+    "lines of fabric/": 82_047,
     "files of fabric/": 349,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 0.5,
@@ -40,7 +40,7 @@ LIMITS = {
     "settings": 30,
     "flags and arguments of commands": 87,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.63,
+    "lines of fabric/ per function": 14.65,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {
@@ -52,7 +52,7 @@ BUDGETS = {
     "drill": 4_161,
     "ftar": 5_059,
     "health": 1_316,
-    "integrations": 8_435,
+    "integrations": 8_429,
     "lighthouse": 8_234,
     "model and errors": 657,
     "plan": 1_588,

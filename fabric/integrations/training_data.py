@@ -3,8 +3,10 @@
 A torch DataLoader is taken whole: its order, its batches and its workers, as a loader of the job.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -108,10 +110,19 @@ class TrainingData:
         """Return these data with the first ``size`` positions of each pass."""
         return self if size == self.size else replace(self, sampler=FirstOf(self.sampler, size), size=size)
 
-    def steps_per_pass(self, global_batch_size: int, epoch_end: str) -> int:
-        """Return the number of steps of a pass; 0 where there are no passes."""
-        steps, left = divmod(self.size, global_batch_size)
-        return steps + (epoch_end == "short" and left > 0)
+    def epochs(self, replicas: int, accumulation: int, limit: int | float | None = None) -> "EpochShape":
+        """Return the shape of a pass, in steps of ``accumulation`` batches of all replicas together.
+
+        Raises ConfigError for a pass without a batch.
+        """
+        shape = EpochShape(self.size, self.batch_size, replicas, accumulation, self.drop_last, limit)
+        if not shape.batches:
+            larger = "" if limit is None else ", or a larger limit_train_batches"
+            raise ConfigError(
+                f"a batch of the job has {shape.batch} samples, and a pass over the data {self.size}: take a "
+                f"smaller batch_size{larger}"
+            )
+        return shape
 
     def feed(
         self, session: Any, until: int, *, global_batch_size: int, epoch_end: str = "continue", **options: Any
@@ -131,6 +142,80 @@ class TrainingData:
             **options,
         )
         return StepFeed(session, made, until)
+
+
+@dataclass(frozen=True)
+class EpochShape:
+    """A pass over the data as a framework divides it, in steps of the job.
+
+    A batch of the framework is a batch of all replicas together, as with DistributedDataParallel. The last
+    batch of a pass may be smaller, and the last step may have fewer batches. A framework takes the mean over
+    each batch, adds the batches of a step up and divides by ``accumulation``, also in a shorter step.
+    """
+
+    positions: int  # samples of a whole pass over the data
+    batch_size: int  # samples of a micro-batch
+    replicas: int  # with which the job starts
+    accumulation: int  # batches of a step
+    drop_last: bool = False
+    limit: int | float | None = None  # as Lightning's ``limit_train_batches``: batches, or a part of them
+
+    @cached_property
+    def batch(self) -> int:
+        """Samples of a batch of the framework, on all replicas together."""
+        return self.batch_size * self.replicas
+
+    @cached_property
+    def whole(self) -> int:
+        """Batches of a pass over the data, before the limit."""
+        exact = self.positions / self.batch
+        return math.floor(exact) if self.drop_last else math.ceil(exact)
+
+    @cached_property
+    def batches(self) -> int:
+        """Batches of an epoch."""
+        if isinstance(self.limit, int):
+            return min(self.whole, self.limit)
+        return self.whole if self.limit is None else int(self.whole * self.limit)
+
+    @cached_property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+        return min(self.positions, self.batches * self.batch)
+
+    @cached_property
+    def steps(self) -> int:
+        """Optimizer steps of an epoch."""
+        return math.ceil(self.batches / self.accumulation)
+
+    @cached_property
+    def step_samples(self) -> int:
+        """Samples of a full step."""
+        return self.batch * self.accumulation
+
+    def batches_before(self, step: int) -> int:
+        """Return the number of batches, over all epochs, before the job's step ``step``."""
+        epoch, within = divmod(step, self.steps)
+        return epoch * self.batches + within * self.accumulation
+
+    def batches_of(self, step: int) -> int:
+        """Return the number of batches of the job's step ``step``."""
+        return min(self.accumulation, self.batches - step % self.steps * self.accumulation)
+
+    def place(self, step: int) -> float:
+        """Return the number of epochs, with a part of one, that ``step`` steps are."""
+        epoch, within = divmod(step, self.steps)
+        return epoch + within * self.accumulation / self.batches
+
+    def factor(self, step: int) -> float:
+        """Return by what factor the framework's gradient of ``step`` differs from a mean over its batches."""
+        return self.batches_of(step) / self.accumulation
+
+    def weight(self, step: int, micro_batch: int, samples: int) -> float:
+        """Return what ``samples`` samples of a micro-batch weigh: all batches of a step weigh the same."""
+        left = self.samples - step % self.steps * self.step_samples
+        size = min(self.batch, left - micro_batch // self.replicas * self.batch)
+        return samples * self.batch / size
 
 
 READING = ("worker_init_fn", "prefetch_factor", "multiprocessing_context", "pin_memory", "timeout")
@@ -284,3 +369,14 @@ class StepFeed:
     def rest(self) -> Iterator[Any]:
         """Yield the micro-batches that are left, those of lost members included."""
         yield from self._micro_batches
+
+    def weight(self, epochs: EpochShape) -> float:
+        """Return what the micro-batch under way weighs. Batches of a ``batch_sampler`` weigh the same too."""
+        at = self.session._progress.at  # noqa: SLF001
+        assert self.step is not None and at is not None
+        (number, micro_batch), samples = at, self.step.weight.samples
+        if not self.data.fetcher.batched:
+            return epochs.weight(number, micro_batch, samples)
+        first = micro_batch // epochs.replicas * epochs.replicas
+        together = sum(self.data.count(number, first + i) for i in range(epochs.replicas))
+        return samples * epochs.batch / together

@@ -171,3 +171,38 @@ def test_a_script_that_fails_between_two_passes_waits_for_no_replica(monkeypatch
     replica._note_failure(ValueError("an evaluation"))
     replica._close_at_exit()
     assert closed == [True]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(8.0).reshape(8, 1))
+
+
+def test_a_stream_that_the_loop_reads_to_its_end_is_refused():
+    accelerator, model = FabricAccelerator(cpu=True), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with pytest.raises(ConfigError, match=r"^the script reads its Stream to the end, and a job reads"):
+        for _epoch in range(2):
+            for x in loader:
+                accelerator.backward(model(x).mean())
+
+
+def test_a_stream_that_a_generator_repeats_is_taken(monkeypatch):
+    accelerator, model = FabricAccelerator(cpu=True), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def attach(*_, **__):
+        raise InterruptedError
+
+    def repeated():
+        while True:
+            for x in loader:
+                yield 2 * x
+
+    monkeypatch.setattr("fabric.client.attach", attach)
+    with pytest.raises(InterruptedError):
+        next(repeated())

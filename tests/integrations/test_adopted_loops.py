@@ -268,6 +268,14 @@ def a_sample_for_two_ranks_among_other_batches():
             optimizer.step()
 
 
+def three_samples_for_two_ranks_among_other_batches():
+    model, optimizer = make()
+    for number, (x,) in enumerate(data(size=15)):
+        model(x).sum().backward()
+        if number % 2:
+            optimizer.step()
+
+
 def steps_that_do_not_divide_a_pass():
     model, optimizer = make()
     for number, (x,) in enumerate(data(size=20)):  # five batches a pass
@@ -348,7 +356,14 @@ def too_few_samples():
         (fixed_order_beside_another, "which has a fixed order, and --adopt took another one that shuffles"),
         (length_of_an_evaluation, r"asked for len\(\) of the DataLoader over TensorDataset before the first"),
         (leaves_the_loader_within_a_step, "leaves an iteration of its DataLoader between two batches of one"),
-        (a_sample_for_two_ranks_among_other_batches, "has 1 samples for 2 ranks, and the script adds it"),
+        (
+            a_sample_for_two_ranks_among_other_batches,
+            "has 1 samples, which 2 ranks cannot share evenly, and the script adds it",
+        ),
+        (
+            three_samples_for_two_ranks_among_other_batches,
+            "has 3 samples, which 2 ranks cannot share evenly, and the script adds it",
+        ),
         (steps_that_do_not_divide_a_pass, "a step of 2 batches, and a pass over the data has 5"),
         (other_steps_later, "a step of 2 batches after steps of 1"),
         (too_few_samples, "has 3 samples, too few for a batch of 2 on each of 2 ranks"),

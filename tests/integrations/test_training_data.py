@@ -1,6 +1,7 @@
 """A DataLoader is taken whole, or refused; every argument of the installed release has a row."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import (
 
 from fabric.client.loop.session import SoloSession
 from fabric.errors import ConfigError
-from fabric.integrations.training_data import DATALOADER, TrainingData
+from fabric.integrations.training_data import DATALOADER, StepFeed, TrainingData
 
 DATA = list(range(100, 123))
 
@@ -67,14 +68,24 @@ def test_a_loader_that_shuffles_with_a_generator_has_the_passes_that_it_has_with
     assert flat(steps_of(make(), steps=len(expected))) == expected
 
 
+@pytest.mark.parametrize(("replicas", "weights"), [(1, [1.0, 1.0, 1.0]), (2, [1.5, 0.5, 2.0])])
+def test_all_batches_of_a_step_weigh_the_same_whatever_a_batch_sampler_puts_into_them(replicas, weights):
+    data = TrainingData.of(DataLoader(DATA, batch_sampler=[[0, 1, 2], [3], [4, 5]]))
+    epochs = data.epochs(replicas, 4)
+    feed = data.feed(SoloSession([], {}), 1, global_batch_size=4 * replicas, epoch_end="short", seed=0)
+    given = []
+    for number, samples in enumerate([3, 1, 2]):
+        progress = SimpleNamespace(at=(0, number))
+        step = SimpleNamespace(weight=SimpleNamespace(samples=samples))
+        under_way = SimpleNamespace(step=step, data=feed.data, session=SimpleNamespace(_progress=progress))
+        given.append(StepFeed.weight(under_way, epochs))
+    assert given == weights
+
+
 def test_drop_last_is_told_and_its_steps_are_whole():
     data = TrainingData.of(DataLoader(DATA, 4, drop_last=True))
-    assert (data.drop_last, data.size, data.steps_per_pass(4, "drop"), data.steps_per_pass(4, "short")) == (
-        True,
-        23,
-        5,
-        6,
-    )
+    epochs = data.epochs(1, 2)
+    assert (data.drop_last, data.size, epochs.samples, epochs.batches, epochs.steps) == (True, 23, 20, 5, 3)
     dropped = steps_of(DataLoader(DATA, 4, drop_last=True), steps=10, epoch_end="drop")
     assert flat(dropped) == passes_of(DataLoader(DATA, 4, drop_last=True), 2)
 

@@ -21,6 +21,7 @@ from fabric.client.process.excepthook import install_excepthook
 from fabric.errors import ConfigError, FabricError
 from fabric.integrations.accelerate.arguments import check_arguments, check_plugins, refused_methods
 from fabric.integrations.accelerate.replica import (
+    ENDLESS,
     AcceleratedReplica,
     JobDataLoader,
     JobScheduler,
@@ -29,7 +30,6 @@ from fabric.integrations.accelerate.replica import (
 from fabric.integrations.arguments import Row, check_version, settings_among
 
 LEAST, TESTED = "1.10.0", "1.15.0"
-_ENDLESS = 1 << 40  # the step at which a loop ends that its script counts
 
 
 class FabricAccelerator(Accelerator):  # type: ignore[misc]
@@ -62,7 +62,7 @@ class FabricAccelerator(Accelerator):  # type: ignore[misc]
         with one_process("FabricAccelerator"):
             super().__init__(*arguments, **named)
         check_plugins(self)
-        self._replica = AcceleratedReplica(self, chosen, given, max_steps or _ENDLESS, seed)
+        self._replica = AcceleratedReplica(self, chosen, given, max_steps or ENDLESS, seed)
 
     @property
     def gradient_accumulation_steps(self) -> int:

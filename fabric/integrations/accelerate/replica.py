@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from fabric.integrations.script_state import (
     leave_behind,
     say_goes_over,
 )
-from fabric.integrations.training_data import StepFeed, TrainingData, attach_in
+from fabric.integrations.training_data import EpochShape, StepFeed, TrainingData, attach_in
 from fabric.integrations.user_source import measured_value
 from fabric.runtime.config import Settings, launched_ranks, parse_replicas
 from fabric.runtime.process_environment import without_launcher
@@ -62,28 +63,22 @@ class JobDataLoader(DataLoader[Any]):
         sampler = batches.sampler if type(batches) is BatchSampler else batches
         return type(sampler) is SequentialSampler
 
-    @property
+    @cached_property
     def data(self) -> TrainingData:
         """The data as the job deals them out. Raises ConfigError for data that it cannot deal out."""
         return TrainingData.of(self.source)
 
     @property
-    def epoch_end(self) -> str:
-        """The form of a pass's last step, as ``session.loader`` names it."""
-        data = self.data
-        return "continue" if data.is_stream else "drop" if data.drop_last else "short"
-
-    @property
-    def steps_per_pass(self) -> int:
-        """The number of steps of a pass; 0 where there are no passes."""
-        return self.data.steps_per_pass(self._replica.global_batch(self.data), self.epoch_end)
+    def epochs(self) -> EpochShape | None:
+        """The shape of a pass; None for a stream, which is one pass without an end."""
+        replica = self._replica
+        return None if self.data.is_stream else self.data.epochs(replica.replicas, replica.accumulation)
 
     def __len__(self) -> int:
         if not self._replica.trains_on(self):
             return len(self.complete)
-        if self.data.is_stream:
-            return len(self.source)  # raises the TypeError of a stream without a length
-        return self.steps_per_pass * int(self._replica.accumulation)
+        # The length of a stream without one raises a TypeError.
+        return len(self.source) if (epochs := self.epochs) is None else epochs.batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if not self._replica.trains_on(self):
@@ -97,13 +92,6 @@ class JobDataLoader(DataLoader[Any]):
             yield from self.complete
         finally:
             self._replica.open_reads -= 1
-
-    def end_of_pass(self, step: int, is_first: bool) -> float:
-        """Return the step at which a pass ends that begins at ``step``; the first may begin in its middle."""
-        steps = self.steps_per_pass
-        if not steps:
-            return math.inf
-        return (step // steps + 1) * steps if is_first else step + steps
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing for the training: the order of its data follows the job's step."""
@@ -145,6 +133,7 @@ class JobScheduler(AcceleratedScheduler):  # type: ignore[misc]
                 scheduler.step(*arguments, **named)
 
 
+ENDLESS = 1 << 40  # the step at which a loop ends that its script counts
 STEP_FILE = "fabric.json"  # beside the files of save_state
 _TRIGGER = "fabric.trigger"  # metric: replicas whose script has called set_trigger in the step
 # Names in the code of a loop that knows that a step may have several micro-batches.
@@ -228,10 +217,6 @@ class AcceleratedReplica:
         """Whether the loop has had its first batch."""
         return self._loop is not None
 
-    def global_batch(self, data: TrainingData) -> int:
-        """The number of positions of a step."""
-        return data.batch_size * self.accumulation * self.replicas
-
     def begin(self, loader: JobDataLoader) -> "_ScriptLoop":
         """Attach what the script has prepared, at the first batch."""
         if self._loop is not None:
@@ -248,6 +233,9 @@ class AcceleratedReplica:
                 "weigh the loss by a count of steps"
             )
         model, data, state = accelerator.unwrap_model(models[0]), loader.data, self._state()
+        epochs = loader.epochs
+        if epochs is None and self._until == ENDLESS:
+            _refuse_finite_stream(data.dataset)
         self.session = attach_in(
             _WORDS, model, [x.optimizer for x in optimizers], state, {"step": self._step, **self._arguments}
         )
@@ -256,15 +244,15 @@ class AcceleratedReplica:
         fixed = _fixed_batches()
         if fixed:
             self._say(f"{fixed}: if a replica dies, its part of a step is left out until it is back")
-        feed = data.feed(
+        feed = (data if epochs is None else data.limited(epochs.samples)).feed(
             self.session,
             self._until,
-            global_batch_size=self.global_batch(data),
+            global_batch_size=data.batch_size * self.accumulation * self.replicas,
             seed=self._seed,
-            epoch_end=loader.epoch_end,
+            epoch_end="continue" if epochs is None else "short",
             policy="shrink" if fixed else "constant",
         )
-        self._loop = _ScriptLoop(self, models[0], feed, ScriptState(state, optimizers))
+        self._loop = _ScriptLoop(self, models[0], feed, ScriptState(state, optimizers), epochs)
         self._loop.number = self._step
         feed.advance()
         return self._loop
@@ -284,7 +272,10 @@ class AcceleratedReplica:
 
     def micro_batches(self, loader: JobDataLoader, is_first: bool) -> Iterator[Any]:
         loop = self.begin(loader)
-        end, self._loop_ended = loader.end_of_pass(loop.number, is_first), False
+        end, self._loop_ended = math.inf, False
+        if loop.epochs is not None:  # the first pass may begin in its middle
+            within = loop.number % loop.epochs.steps if is_first else 0
+            end = loop.number - within + loop.epochs.steps
         while loop.number < end and loop.find_step(self._until):
             yield from self._micro_batches_of(loop)
         self._loop_ended = True
@@ -400,7 +391,15 @@ class AcceleratedReplica:
 class _ScriptLoop:
     """The step that the script's loop is at, and where its gradient comes from."""
 
-    def __init__(self, replica: AcceleratedReplica, model: Any, feed: StepFeed, state: ScriptState) -> None:
+    def __init__(
+        self,
+        replica: AcceleratedReplica,
+        model: Any,
+        feed: StepFeed,
+        state: ScriptState,
+        epochs: EpochShape | None,
+    ) -> None:
+        self.epochs = epochs
         self.number = 0  # number of steps that the loop has made
         self.is_complete = True  # the gradient of the step is there
         self.waits = False  # the loop has a micro-batch without a backward
@@ -449,10 +448,12 @@ class _ScriptLoop:
             self._gradients.drop()
         replica.goes_over, self.is_complete = over, False
         self.computes = not over and self._upcoming is not None
-        self._left = 0 if self.computes else replica.accumulation
+        self._left = 0
         if self.computes:
             self.outputs.close()
         else:
+            batches = replica.accumulation
+            self._left = batches if self.epochs is None else self.epochs.batches_of(self.number)
             self.outputs.open(self._model)
 
     def batch(self) -> Any:
@@ -469,6 +470,9 @@ class _ScriptLoop:
         step = self.feed.step
         if self.computes:
             assert step is not None
+            if weight is None and self.epochs is not None:
+                weight, factor = self.feed.weight(self.epochs), self.epochs.factor(step.number)
+                loss = loss if factor == 1.0 else loss * factor
             step.backward(loss, weight)
             self._upcoming = self.feed.micro_batch()
             self.is_complete = self._upcoming is None
@@ -528,6 +532,19 @@ class Triggers:
         if not trains:
             self._own = False
         return is_set
+
+
+def _refuse_finite_stream(dataset: object) -> None:
+    """Raise ConfigError where the loop reads a stream to its end: the stream of a job goes on for ever."""
+    _, loops = next(loops_around(sys._getframe(1)), (None, []))  # noqa: SLF001
+    # The caller of a generator may leave it.
+    ends = (ast.Break, ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)
+    if loops and not any(isinstance(x, ends) for x in ast.walk(loops[-1])):
+        raise ConfigError(
+            f"the script reads its {type(dataset).__name__} to the end, and a job reads a data set without "
+            "len() and an index again and again, as one pass: leave the loop over the batches by `break` "
+            "after a number of steps, or give a data set with len() and an index"
+        )
 
 
 def _fixed_batches() -> str:

@@ -38,7 +38,7 @@ from torch.utils.data import (
 )
 
 from fabric.client.data.loader import check_size
-from fabric.client.data.sample_plan import SamplerOrder, sample_indices, shuffles_all
+from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, sample_indices, shuffles_all
 from fabric.client.data.sampler import StepSampler
 from fabric.client.loop.later_changes import made_each_pass, repeated
 from fabric.client.loop.loop_flow import GROWS, assignments, called, dotted, names_read, stores
@@ -60,7 +60,7 @@ class BlockOrder:
     """The job's order in blocks: a block has one batch for each rank of every replica."""
 
     data: TrainingData
-    order: SamplerOrder | None  # None: each pass is a permutation of the data set
+    plan: SamplePlan  # a step of it is a block; its order is None where each pass is a permutation
     part: int  # number of this rank's part of a block
     parts: int  # number of ranks in the job
 
@@ -71,45 +71,34 @@ class BlockOrder:
         data = TrainingData.of(loader, 1 if group is None else group.size)
         uniform = shuffles_all(data.sampler, data.dataset)
         order = None if uniform else SamplerOrder(data.sampler, 0, data.dataset, data.generator)
-        made = cls(data, order, part, parts)
-        if not made.blocks:
+        width = data.batch_size * parts
+        if not data.size or (data.drop_last and data.size < width):
             raise ConfigError(
                 f"the script's DataLoader has {data.size} samples, too few for a batch of {data.batch_size} "
                 f"on each of {parts} ranks: choose a smaller batch size, or drop_last=False"
             )
-        return made
-
-    @property
-    def width(self) -> int:
-        """The number of positions of a block that is not short."""
-        return self.data.batch_size * self.parts
+        end = "drop" if data.drop_last else "short"
+        return cls(data, SamplePlan(data.size, width, width, 0, epoch_end=end, order=order), part, parts)
 
     @property
     def left(self) -> int:
         """The number of positions of the short block of a pass; 0 without one."""
-        return 0 if self.data.drop_last else self.data.size % self.width
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks of a pass."""
-        return self.data.size // self.width + (self.left > 0)
+        return 0 if self.data.drop_last else self.data.size % self.plan.global_batch_size
 
     def end(self, block: int) -> int:
         """Return the first block of the pass after that of ``block``."""
-        return (block // self.blocks + 1) * self.blocks
+        return (block // self.plan.steps_per_pass + 1) * self.plan.steps_per_pass
 
     def positions(self, block: int) -> range:
         """Return the positions of this rank's part of ``block``, which count through all passes."""
-        number, within = divmod(block, self.blocks)
-        first = within * self.width
-        part = cut(min(self.width, self.data.size - first), [1] * self.parts)[self.part]
-        first += number * self.data.size
-        return range(first + part.start, first + part.stop)
+        positions = self.plan.positions(block, 0)
+        part = cut(len(positions), [1] * self.parts)[self.part]
+        return positions[part.start : part.stop]
 
     def indices(self, block: int) -> list[int]:
         """Return the data set indices of this rank's part of ``block``."""
         positions = self.positions(block)
-        return self._items(positions) if self.order is None else self.order.indices(positions)
+        return self._items(positions) if self.plan.order is None else self.plan.order.indices(positions)
 
     def weight(self, block: int) -> int:
         """Return the number of samples of this rank's part of ``block``."""
@@ -124,13 +113,13 @@ class BlockOrder:
 
     def same(self, other: "BlockOrder") -> bool:
         """Whether another order has the same samples in the same batches."""
-        digests = [x.order and x.order.digest for x in (self, other)]
+        digests = [x.plan.order and x.plan.order.digest for x in (self, other)]
         sizes = [(x.size, x.batch_size, x.batched, x.drop_last) for x in (self.data, other.data)]
         return digests[0] == digests[1] and self.data.dataset is other.data.dataset and sizes[0] == sizes[1]
 
     def _items(self, positions: range) -> list[Any]:
-        if self.order is not None:
-            return self.order.items(positions)
+        if self.plan.order is not None:
+            return self.plan.order.items(positions)
         return sample_indices(self.data.size, 0, positions.start, len(positions))
 
 
@@ -180,7 +169,7 @@ class AdoptedSampler(StepSampler):
     """The sampler that an adopted loop's session asks; a step has ``batches`` blocks."""
 
     def __init__(self, data: "AdoptedData", order: BlockOrder, batches: int) -> None:
-        total = order.width * batches
+        total = order.plan.global_batch_size * batches
         # A pass may be shorter than a step: then it is one short block.
         super().__init__(max(order.data.size, total), global_batch_size=total)
         self._data, self._order, self._batches = data, order, batches
@@ -194,7 +183,7 @@ class AdoptedSampler(StepSampler):
     def describe(self) -> dict[str, Any]:
         """Describe the order, as far as the audit has a rule for it."""
         described, order = super().describe(), self._order
-        more = {} if order.order is None else {"order": order.order.digest}
+        more = {} if order.plan.order is None else {"order": order.plan.order.digest}
         if self._batches == 1 and order.parts == self._data.replicas and not order.left:
             return described | more
         return {name: described[name] for name in ("policy", "data_slots", "micro_batches", "seed")} | more
@@ -270,7 +259,7 @@ class AdoptedData:
             return _length(loader)
         if not self._trains:
             self._asked.append(loader)
-        return self._order_of(loader).blocks
+        return self._order_of(loader).plan.steps_per_pass
 
     def iterate(self, loader: Loader) -> Iterator[Any]:
         """Return the job's batches for the loader that the loop trains on, else the loader's own."""
@@ -371,10 +360,10 @@ class AdoptedData:
         check_size(_name(self._loader), len(self._order.data.sampler), self._order.data.size)
         block = self._first + len(self._used)
         end = self._order.end(block)
-        if not self._trains or not block % self._order.blocks:
+        if not self._trains or not block % self._order.plan.steps_per_pass:
             return block, end
-        if self._order.order is None:
-            return block, block + self._order.blocks
+        if self._order.plan.order is None:
+            return block, block + self._order.plan.steps_per_pass
         if self._used:
             raise ConfigError(
                 "the script leaves an iteration of its DataLoader between two batches of one step, and "
@@ -444,7 +433,7 @@ class AdoptedData:
         asked, self._asked = self._asked, []
         for loader in asked:
             trains = self._order is not None and self._may_train(loader)
-            if not trains and self._order_of(loader).blocks != _length(loader):
+            if not trains and self._order_of(loader).plan.steps_per_pass != _length(loader):
                 raise ConfigError(
                     f"the script has asked for len() of the DataLoader over {_name(loader)} before the first "
                     "step, when --adopt could not know that it does not train: give the DataLoader of an "
@@ -477,17 +466,18 @@ class AdoptedData:
         refuse_memory(self._loader.collate_fn, self._loader.dataset)
         refuse_other_data(sys._getframe(), self._loader)  # noqa: SLF001
         self.batches_per_step = self.batches_per_step or len(self._used) or 1
-        blocks, left = self._order.blocks, self._order.left
+        left, parts = self._order.left, self._order.parts
+        blocks = self._order.plan.steps_per_pass
         if blocks % self.batches_per_step:
             raise ConfigError(
                 f"the script makes a step of {self.batches_per_step} batches, and a pass over the data "
                 f"has {blocks}: choose a batch size or a number of replicas so that steps divide the pass, "
                 f"give the DataLoader drop_last=True, or {OWN_WAY}"
             )
-        if self.batches_per_step > 1 and 0 < left < self._order.parts:
+        if self.batches_per_step > 1 and left % parts:  # its samples would weigh more on one rank
             raise ConfigError(
-                f"the last batch of a pass has {left} samples for {self._order.parts} ranks, and the script "
-                "adds it to others in one step: give the DataLoader drop_last=True"
+                f"the last batch of a pass has {left} samples, which {parts} ranks cannot share evenly, and "
+                "the script adds it to others in one step: give the DataLoader drop_last=True"
             )
         self.sampler = AdoptedSampler(self, self._order, self.batches_per_step)
 
@@ -523,7 +513,9 @@ class AdoptedData:
             return "the batches that the loop makes, with generators seeded for each step and replica"
         data = self._order.data
         unit = "batches" if data.batched else "samples"
-        sampling = "" if self._order.order is None else f" in the order of its {self._order.order.name}"
+        sampling = (
+            "" if self._order.plan.order is None else f" in the order of its {self._order.plan.order.name}"
+        )
         here = data.batch_size * self.batches_per_step
         return (
             f"the DataLoader over {_name(self._loader)}{sampling} ({here} {unit} a step here, "

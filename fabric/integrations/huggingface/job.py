@@ -21,7 +21,7 @@ from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
 from fabric.errors import ConfigError
 from fabric.integrations.huggingface.trl import TrlFigures
 from fabric.integrations.script_state import ScriptState
-from fabric.integrations.training_data import StepFeed, TrainingData, attach_in
+from fabric.integrations.training_data import EpochShape, StepFeed, TrainingData, attach_in
 
 # How a Trainer's loss of one micro-batch enters the average of a step.
 #
@@ -225,7 +225,7 @@ class TrainerJob:
 
     def __init__(self, trainer: Any, replicas: int) -> None:
         self.replicas = replicas
-        self.epochs = Passes(1, 1)
+        self.epochs = EpochShape(1, 1, 1, 1)
         self.until = 0
         self.session: Any = None
         self.runs = False  # the session's loop is under way
@@ -251,10 +251,9 @@ class TrainerJob:
         self._data = data = TrainingData.of(getattr(dataloader, "base_dataloader", dataloader))
         if data.is_stream:
             return dataloader
-        if data.drop_last:
-            self._data = data = data.limited(data.size // data.batch_size * data.batch_size)
         accumulation = self._trainer.args.gradient_accumulation_steps
-        self.epochs = Passes(math.ceil(data.size / data.batch_size), accumulation * self.replicas)
+        self.epochs = data.epochs(1, accumulation * self.replicas)  # in micro-batches
+        self._data = data.limited(self.epochs.samples)
         return _Epoch(dataloader.dataset, self.epochs.steps * accumulation)
 
     def plan(self, steps_per_epoch: int, until: int) -> None:
@@ -262,7 +261,7 @@ class TrainerJob:
         self.until = until
         if self._data.is_stream:
             per_step = self._trainer.args.gradient_accumulation_steps * self.replicas
-            self.epochs = Passes(steps_per_epoch * per_step, per_step)
+            self.epochs = EpochShape(steps_per_epoch * per_step, 1, 1, per_step)
 
     def begin(self) -> None:
         """Attach, and begin at the job's step. The optimizer and the scheduler exist by now."""
@@ -416,7 +415,7 @@ class TrainerJob:
         assert self._begun is not None
         # The Trainer divides a mean by this number: the micro-batches of one of R processes. Where there are
         # fewer than R, no process has an empty one, whose loss of 0 would count.
-        part = max(1.0, self.epochs.micro_batches(self._begun.number) / self.replicas)
+        part = max(1.0, self.epochs.batches_of(self._begun.number) / self.replicas)
         trainer.current_gradient_accumulation_steps = int(part) if part == int(part) else part
         self._micro_batch = done = MicroBatch(self._loss, batch, part)
         seen, loss = trainer.state.num_input_tokens_seen, 0.0
@@ -474,25 +473,6 @@ class MicroBatch:
         self.part = part  # micro-batches of the step, per replica
         self.weight = 0.0  # in the step's average; 0 before its backward
         self.factor = 1.0  # by which the Trainer's loss is multiplied
-
-
-class Passes:
-    """Passes over data of ``micro_batches`` micro-batches, of which a step has up to ``per_step``."""
-
-    def __init__(self, micro_batches: int, per_step: int) -> None:
-        self.steps = math.ceil(micro_batches / per_step)
-        self._micro_batches = micro_batches
-        self._per_step = per_step
-
-    def micro_batches(self, step: int) -> int:
-        """Return the number of micro-batches of a step: the last step of a pass has those that are left."""
-        before = step % self.steps * self._per_step
-        return min(self._per_step, self._micro_batches - before)
-
-    def place(self, step: int) -> float:
-        """Return the Trainer's ``state.epoch`` after ``step`` steps: passes, with their part."""
-        passes, within = divmod(step, self.steps)
-        return passes + min(1.0, within * self._per_step / self._micro_batches)
 
 
 class EpochPlace(TrainerCallback):  # type: ignore[misc]

@@ -1,12 +1,10 @@
 """The session of a FabricStrategy, and the job's micro-batches in the form that Lightning's loop reads."""
 
 import importlib
-import math
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +24,7 @@ from fabric.integrations.lightning.run_files import (
     hook_states,
 )
 from fabric.integrations.script_state import ScriptGradients, ScriptState
-from fabric.integrations.training_data import StepFeed, TrainingData, attach_in
+from fabric.integrations.training_data import EpochShape, StepFeed, TrainingData, attach_in
 from fabric.runtime.config import parse_replicas
 
 if TYPE_CHECKING:
@@ -90,78 +88,6 @@ def check_closure(closure: Callable[[], Any]) -> None:
             "the LightningModule gives its optimizer a closure, which FabricStrategy cannot interrupt: call "
             "manual_backward before optimizer.step()"
         )
-
-
-# An epoch of Lightning's Trainer as steps of a job, and what a micro-batch counts for in its step.
-#
-# A batch of the Trainer is a batch of all replicas together, as with DistributedDataParallel. The last
-# batch of an epoch may be smaller, and the last step may have fewer batches. Lightning takes the mean
-# over each batch, adds the batches of a step up and divides by ``accumulate_grad_batches``, also in a
-# shorter step.
-
-
-@dataclass(frozen=True, slots=True)
-class EpochShape:
-    """The shape of every epoch."""
-
-    positions: int  # samples of a whole pass over the data
-    batch_size: int  # samples of a micro-batch
-    replicas: int  # with which the job starts
-    accumulation: int  # batches of a step
-    drop_last: bool = False
-    limit: int | float | None = None  # as ``limit_train_batches``: a number of batches, or a part of them
-
-    @property
-    def batch(self) -> int:
-        """Samples of a batch of the Trainer, on all replicas together."""
-        return self.batch_size * self.replicas
-
-    @property
-    def whole(self) -> int:
-        """Batches of a pass over the data, before the limit."""
-        exact = self.positions / self.batch
-        return math.floor(exact) if self.drop_last else math.ceil(exact)
-
-    @property
-    def batches(self) -> int:
-        """Batches of an epoch."""
-        if isinstance(self.limit, int):
-            return min(self.whole, self.limit)
-        return self.whole if self.limit is None else int(self.whole * self.limit)
-
-    @property
-    def samples(self) -> int:
-        """Samples of an epoch."""
-        return min(self.positions, self.batches * self.batch)
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of an epoch."""
-        return math.ceil(self.batches / self.accumulation)
-
-    @property
-    def step_samples(self) -> int:
-        """Samples of a full step."""
-        return self.batch * self.accumulation
-
-    def batches_before(self, step: int) -> int:
-        """Return the number of batches, over all epochs, before the job's step ``step``."""
-        epoch, within = divmod(step, self.steps)
-        return epoch * self.batches + within * self.accumulation
-
-    def batches_of(self, step: int) -> int:
-        """Return the number of batches of the job's step ``step``."""
-        return min(self.accumulation, self.batches - step % self.steps * self.accumulation)
-
-    def factor(self, step: int) -> float:
-        """Return by what factor Lightning's gradient of ``step`` differs from a mean over its batches."""
-        return self.batches_of(step) / self.accumulation
-
-    def weight(self, step: int, micro_batch: int, samples: int) -> float:
-        """Return what ``samples`` samples of a micro-batch weigh: all batches of a step weigh the same."""
-        left = self.samples - step % self.steps * self.step_samples
-        size = min(self.batch, left - micro_batch // self.replicas * self.batch)
-        return samples * self.batch / size
 
 
 # The counters of Lightning's loops, set to the job's step.
@@ -228,7 +154,16 @@ class LightningJob:
     ) -> None:
         source = TrainingData.of(loader)
         self.session: Any = None  # until the Trainer asks for the number of batches
-        self.epochs = _epochs(trainer, source, parse_replicas(settings_among(arguments).replicas)[1])
+        if source.is_stream:
+            raise ConfigError(
+                f"the DataLoader reads the IterableDataset {type(source.dataset).__name__}, whose epochs "
+                "have no known length, so that a replica that joins could not find its place: give a data "
+                "set with len() and an index"
+            )
+        replicas = parse_replicas(settings_among(arguments).replicas)[1]
+        self.epochs = source.epochs(
+            replicas, int(trainer.accumulate_grad_batches), trainer.limit_train_batches
+        )
         self._source = source.limited(self.epochs.samples)
         self._until = _until(trainer, self.epochs.steps)
         self._feed: StepFeed
@@ -360,10 +295,8 @@ class LightningJob:
         """Count the micro-batch; return the factor of its loss, which the loop has divided already."""
         step, epochs = self._feed.step, self.epochs
         assert step is not None
-        _, micro_batch = self.session._progress.at  # noqa: SLF001
-        weight = epochs.weight(step.number, micro_batch, step.weight.samples)
         divided = 1 if self.manual is not None else epochs.accumulation
-        return step.add_weight(weight) * epochs.factor(step.number) * divided
+        return step.add_weight(self._feed.weight(epochs)) * epochs.factor(step.number) * divided
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch to that of the step."""
@@ -405,30 +338,6 @@ def _release_sigterm(trainer: Any) -> None:
     own = all(getattr(x, "__self__", None) is trainer._signal_connector for x in composed)  # noqa: SLF001
     if own and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _epochs(trainer: Any, source: TrainingData, replicas: int) -> EpochShape:
-    """Return the shape of an epoch. Raises ConfigError where it has none, or would have no batch."""
-    if source.is_stream:
-        raise ConfigError(
-            f"the DataLoader reads the IterableDataset {type(source.dataset).__name__}, whose epochs have no "
-            "known length, so that a replica that joins could not find its place: give a data set with len() "
-            "and an index"
-        )
-    epochs = EpochShape(
-        positions=source.size,
-        batch_size=source.batch_size,
-        replicas=replicas,
-        accumulation=int(trainer.accumulate_grad_batches),
-        drop_last=source.drop_last,
-        limit=trainer.limit_train_batches,
-    )
-    if not epochs.batches:
-        raise ConfigError(
-            f"a batch of the job has {epochs.batch} samples, and a pass over the data {source.size}: take a "
-            "smaller batch_size, or a larger limit_train_batches"
-        )
-    return epochs
 
 
 def _until(trainer: Any, steps_per_epoch: int) -> int:

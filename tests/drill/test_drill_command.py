@@ -188,6 +188,15 @@ def test_the_page_shows_each_fault_and_each_commit():
     assert "http" not in page.split("</head>")[0]
 
 
+def test_the_page_of_a_script_that_reports_no_loss_draws_no_curve():
+    shown = record()
+    for journal in shown.run.journals.values():
+        for line in journal.lines:
+            line.fields.get("metrics", {}).clear()
+    page = page_of(judge_drill(shown), "fabric drill", "The job held.")
+    assert "reports no loss" in page and "<circle" not in page
+
+
 def test_documents_have_no_infinite_numbers():
     never = judge_drill(record(faults=(replace(FAULT, targets=("r9",), pids={}),)), ["rejoined<=1s"])
     document = as_json(never)

@@ -277,6 +277,9 @@ def _promises(verdict: DrillVerdict) -> str:
     )
 
 
+_NO_LOSS = "<p>The script reports no loss: session.metrics(loss=...) gives one, per micro-batch.</p>"
+
+
 def _pictures(verdict: DrillVerdict) -> dict[str, str]:
     """Draw the losses, the rosters and the step times over wall time, with the faults as bands."""
     evidence, summary = verdict.evidence, verdict.summary
@@ -314,8 +317,11 @@ def _pictures(verdict: DrillVerdict) -> dict[str, str]:
         for name, points in gaps.items()
     }
     spans = {name: _spans(journal, zero) for name, journal in journals.items()}
+    has_losses = any(
+        "loss" in line.fields["metrics"] for x in journals.values() for line in lines_of(x.lines, "commit")
+    )
     return {
-        "loss": curves(losses, run),
+        "loss": curves(losses, run) if has_losses else _NO_LOSS,
         "roster": rosters(spans, run),
         "steps": bars(longest, run, summary.median_step_s),
     }

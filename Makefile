@@ -14,6 +14,17 @@ COMPILED := fabric/ftar/host/piece_moves.c
 DEMO_ARGS ?=
 SOAK_ARGS ?= --random "1 every 20s for 1h"
 PYTEST := $(BIN)/pytest
+PURE := tests/protocol tests/sim tests/mutants
+JOBS := $(wildcard tests/integration/test_*.py)
+# These whole jobs run in a lane of their own, so that no lane ends long after the others.
+LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
+	accelerate act adopted_frameworks adopted_scripts another_store collectives demo drill hosts launched_jobs \
+	layouts lightning namespaces outer_steps scraped_job slow_links slow_replica torchft_scripts transformers unequal)
+# These parts follow the worlds, for the same reason.
+LATE_PARTS := tests/ckpt_server tests/conformance
+EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
+# `make test` leaves out the tests with the mark `long`, each of which names a cheaper test that stays.
+SHORT := -m 'not long'
 
 .PHONY: demo soak docs dist quick test long conformance torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean
 .DELETE_ON_ERROR:
@@ -24,14 +35,9 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "fabric needs Python 3.11 or newer; this is %s: run make PYTHON=python3.11" % sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 
-# pip would compile 15,000 files to bytecode, of which the tests import a fifth.
-$(STAMP): export PYTHONDONTWRITEBYTECODE :=
 $(STAMP): pyproject.toml setup.py $(COMPILED) constraints.txt | $(BIN)/python
-ifneq ($(TORCH_INDEX),)
-	$(BIN)/python -m pip install -q --no-compile "$$(grep -i '^torch==' constraints.txt)" --index-url $(TORCH_INDEX)
-endif
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[test]'
-	@$(BIN)/python -c 'import torch._dynamo, transformers.trainer, pytorch_lightning'
+	$(BIN)/python -m pip install -q "$$(grep -i '^torch==' constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
 	@touch $@ $(DEMO_STAMP)
 
 # The demo needs no packages of the tests. Each file must have a hash of demo-requirements.txt, except what torch brings
@@ -90,11 +96,21 @@ quick: setup
 	for log in .cores.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"
 
-# The linters and the tests, in lanes side by side (tests/lanes.py). Thousands of processes are started, so what is
-# compiled is kept, whatever the shell says.
+# Four runs side by side: tests of whole jobs (two lanes) wait much of their time, those of the parts some of it, and
+# the simulator's worlds, at a low priority, only need a processor; further parts follow them. Thousands of processes
+# are started, so what is compiled is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup etcd chromium prometheus helm
-	@$(BIN)/python tests/lanes.py
+	@(trap 'kill $$!; exit 1' TERM; nice -n 10 $(PYTEST) -p no:cacheprovider $(PURE) & wait $$! && code=0 || code=1; \
+		$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_PARTS) & wait $$! && exit $$code) > .worlds.log 2>&1 & worlds=$$!; \
+	$(PYTEST) $(SHORT) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(LATE_PARTS) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
+	$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_JOBS) > .late.log 2>&1 & late=$$!; \
+	($(LINT)) > .lint.log 2>&1 & lint=$$!; \
+	trap "kill $$worlds $$parts $$late $$lint" INT TERM; failed=; \
+	$(PYTEST) $(SHORT) $(EARLY_JOBS) || failed=1; \
+	for lane in $$lint $$late $$parts $$worlds; do wait $$lane || failed=1; done; \
+	for log in .late.log .parts.log .worlds.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
+	test -z "$$failed"
 
 # The tests with the mark `long`: jobs under a real Ray and a real Slurm, drills of running jobs, and further cases of
 # jobs that `make test` has one case of; every recipe of the conformance suite; and all seeds of the simulated worlds.

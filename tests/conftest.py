@@ -30,18 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-recipes", action="store_true", help="run every recipe of the conformance suite")
 
 
-def pytest_configure() -> None:
-    """Import without the collector, which would search all new objects again and again."""
-    gc.disable()
-
-
 def pytest_collection_finish() -> None:
     """Hide all imported and collected objects from the collector, and from each search of all living objects.
 
     There are very many, and every ``attach`` looks for schedulers among the living objects. A young object is
     collected later than usual, which saves a sixth of the processor time of the simulated worlds.
     """
-    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)

@@ -11,9 +11,6 @@ in ``/proc/PID/cmdline`` and its environment in ``/proc/PID/environ``, as after 
 told. The process is in the mount namespace of the process that asked, and in the network namespace that
 ``TEST_NETNS`` in its environment names.
 
-A session of pytest has a zygote without torch and one with torch, which end with it. All lanes of
-``lanes.py`` share two.
-
 With ``LAUNCHERS`` in its environment, a process of ``fabric launch``, ``local``, ``demo`` or ``drill`` forks
 all Python programs that it starts, and so do these.
 """
@@ -37,12 +34,11 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
 from types import ModuleType, SimpleNamespace
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from fabric.runtime import logs
 
@@ -68,7 +64,6 @@ ADDRESS = "TEST_SERVER_ZYGOTE"  # the variable with the zygote's address, for th
 WRITERS = "TEST_WRITER_ZYGOTE"  # likewise, for the checkpoint servers of a job with durable checkpoints
 CHECKOUT = str(Path(__file__).resolve().parents[1])
 NETWORK = "TEST_NETNS"  # the variable with the network namespace of a process
-ZYGOTES = "TEST_ZYGOTES"  # likewise, for the addresses of the zygotes that ``lanes.py`` has started
 LAUNCHERS = "TEST_LAUNCHER_ZYGOTE"  # likewise, for supervisors, launchers, their ranks, servers and writers
 # The beginning of a program that needs modules of fabric.client, and not the package, which imports torch.
 WITHOUT_TORCH = f"""
@@ -78,7 +73,7 @@ package.__path__ = [{CHECKOUT!r} + "/fabric/client"]
 """
 _LIMIT_S = 300.0
 _ROOM = "x" * 8192  # an argument whose place takes the words of a forked process
-_MORE_ROOM = {"TEST_ROOM": "x" * 24_576}  # a variable whose place takes the environment of a forked process
+_MORE_ROOM = "x" * 24_576  # a variable whose place takes the environment of a forked process
 _WORDS, _ENVIRONMENT = 45, 47  # the places of their first addresses in /proc/PID/stat, after the name
 _NEW_MOUNTS = 0x20000  # CLONE_NEWNS
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -190,10 +185,7 @@ def fork_durable_writers(zygote: str) -> None:
 
 
 def address(imports: Sequence[str] = SERVERS) -> str:
-    """Return the address of a zygote with these modules: that of all lanes, or one that ends with this
-    process."""
-    if ZYGOTES in os.environ:
-        return os.environ[ZYGOTES].split()[(SERVERS, TORCH).index(imports)]
+    """Return the address of this session's zygote with these modules. The zygote ends with this process."""
     return _address(imports)
 
 
@@ -201,9 +193,12 @@ def address(imports: Sequence[str] = SERVERS) -> str:
 def _address(imports: Sequence[str]) -> str:
     # A path, because processes in another network namespace do not see the abstract names of this one.
     name = f"{mkdtemp(prefix='fabric-test-')}/zygote"
-    environment = {**os.environ, "PYTHONPATH": CHECKOUT, "OMP_NUM_THREADS": "1"}
-    command, environment = with_room(environment, "-P", __file__, name, *imports)
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__, name, *imports, _ROOM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": CHECKOUT, "OMP_NUM_THREADS": "1", "TEST_ROOM": _MORE_ROOM},
+    )
     assert process.stdout.readline() == b"ready\n"
 
     def close() -> None:
@@ -212,29 +207,6 @@ def _address(imports: Sequence[str]) -> str:
 
     atexit.register(close)
     return name
-
-
-def start_zygote(program: str, environment: dict[str, str]) -> tuple[Any, BinaryIO, BinaryIO]:
-    """Start another zygote, from that of all lanes if they have one; return it and its input and output."""
-    if ZYGOTES not in os.environ:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        process = subprocess.Popen([sys.executable, program], env=environment, **pipes)
-        return process, process.stdin, process.stdout
-    (given_in, own_in), (own_out, given_out) = os.pipe(), os.pipe()
-    given = {0: given_in, 1: given_out, 2: 2}
-    process = ForkedProcess(address(TORCH), [program], given, environment, str(Path.cwd()))
-    os.close(given_in), os.close(given_out)
-    return process, os.fdopen(own_in, "wb"), os.fdopen(own_out, "rb")
-
-
-def with_room(environment: dict[str, str], *words: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of ``python WORDS...`` with room for forked processes."""
-    return [sys.executable, *words, _ROOM], environment | _MORE_ROOM
-
-
-def has_room() -> bool:
-    """Whether this process has the room, which it then no longer shows."""
-    return _ROOM in sys.argv and os.environ.pop(*_MORE_ROOM, None) is not None
 
 
 def start_lighthouse(arguments: Sequence[str], log: BinaryIO, network: str = "") -> ForkedProcess:
@@ -250,19 +222,15 @@ def start_lighthouse(arguments: Sequence[str], log: BinaryIO, network: str = "")
 
 
 def start_supervisor(
-    *words: str,
-    log: BinaryIO,
-    environment: dict[str, str] | None = None,
-    cwd: str = "",
-    program: Sequence[str] = ("-P", "-m", "fabric.cli.main"),
+    *words: str, log: BinaryIO, environment: dict[str, str] | None = None, cwd: str = ""
 ) -> ForkedProcess:
-    """Start ``fabric WORDS...``, or another program, as the leader of a session, with ``log`` as its output;
-    all that it starts is forked."""
+    """Start ``fabric WORDS...`` as the leader of a session, with ``log`` as its output; all that it starts is
+    forked."""
     zygote = address(TORCH)
     variables = {**(os.environ if environment is None else environment), LAUNCHERS: zygote}
     with Path(os.devnull).open("rb") as nothing:
         given = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()}
-        command = (*program, *words)
+        command = ("-P", "-m", "fabric.cli.main", *words)
         return ForkedProcess(zygote, command, given, variables, cwd or str(Path.cwd()), session=True)
 
 
@@ -480,62 +448,25 @@ def _fork_programs(zygote: str) -> None:
     attempt.subprocess = SimpleNamespace(Popen=_Fork, **known)
 
 
-def fork_ranks_of_torchrun() -> None:
-    """From now on this agent of torchrun forks its ranks."""
-
-    def start(*, args, env, stdout, stderr, start_new_session) -> ForkedProcess:
-        with Path(os.devnull).open("rb") as nothing:
-            given = {0: nothing.fileno(), 1: stdout.fileno() if stdout else 1}
-            given[2] = stderr.fileno() if stderr else 2
-            return ForkedProcess(os.environ[LAUNCHERS], args[1:], given, env, str(Path.cwd()), session=True)
-
-    package = "torch.distributed.elastic.multiprocessing.subprocess_handler"
-    importlib.import_module(f"{package}.subprocess_handler").Popen = start
-
-
 def main() -> None:
-    gc.disable()
     for name in sys.argv[2:-1]:
         importlib.import_module(name)
-    keep_imports()
-    listener = listen(sys.argv[1])
-    print("ready", flush=True)
-    serve(listener)
-    shutil.rmtree(Path(sys.argv[1]).parent)
-
-
-def keep_imports() -> None:
-    """Spare forked processes the work on objects of the modules that this process has imported.
-
-    A look at all living objects would copy their memory. At its end, a process would take 30 ms to undo the
-    libraries of torch.
-    """
     gc.freeze()
-    for undone in weakref.finalize._registry:
-        undone.atexit = False
-
-
-def listen(name: str) -> socket.socket:
-    """Return the socket of a zygote with this address."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(name)
-    listener.listen(64)
-    return listener
-
-
-def serve(listener: socket.socket) -> None:
-    """Fork a process for each request, until standard input ends."""
-    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, tests still end their processes
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(sys.argv[1])
+    listener.listen(64)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     connections: dict[int, socket.socket] = {}  # of each living process
     accepted: list[socket.socket] = []  # their requests have not come yet
+    print("ready", flush=True)
     while True:
         readable, _, _ = select.select([0, wake_read, listener, *accepted], [], [])
         if 0 in readable and not os.read(0, 1):
+            shutil.rmtree(Path(sys.argv[1]).parent)
             return
         if wake_read in readable:
             os.read(wake_read, 4096)

@@ -38,8 +38,8 @@ def unpacked(source, tmp_path_factory) -> Path:
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = folder.glob("ckpt_fabric-*.whl")
     site = folder / "site"
-    install = [sys.executable, "-m", "pip", "install", "--no-compile", "--no-deps", "--no-index"]
-    subprocess.run([*install, "--target", str(site), str(wheel)], check=True, capture_output=True)
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
     return site
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import lanes
 import pytest
 from test_ratchets import nodes
 from torch.utils._device import _device_constructors
@@ -118,12 +117,6 @@ def test_no_two_test_files_share_a_name():
     """One run of pytest over several folders takes the second file of a name for the first, and fails."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
-
-
-def test_each_file_of_tests_is_in_one_kind_of_lanes():
-    names = Counter(name for kind in lanes.files().values() for name in kind)
-    assert names == Counter(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
-    assert lanes.files().keys() == lanes.LANES.keys()
 
 
 def test_a_test_that_make_test_leaves_out_names_the_test_that_protects_the_same_thing():

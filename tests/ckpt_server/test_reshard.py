@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from forked_processes import start_zygote
 from hypothesis import given
 from hypothesis import strategies as st
 from server_support import end
@@ -33,7 +34,8 @@ class Zygote:
     def __init__(self) -> None:
         path = os.pathsep.join([str(SCRIPT.parents[2]), str(SCRIPT.parent)])
         environment = {**os.environ, "PYTHONPATH": path}
-        self._process, self._requests, self._answers = start_zygote(str(SCRIPT), environment)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, str(SCRIPT)], env=environment, **pipes)
         self._hear()
 
     def run(self, folder: Path, layout: str, world: int, width: int, **told: Any) -> list[dict[str, Any]]:
@@ -44,19 +46,19 @@ class Zygote:
         ranks = [{"rank": rank, **common} for rank in range(world)]
         if "sources" not in told:
             ranks = [{**one, "run_dir": str(folder / f"rank{one['rank']}")} for one in ranks]
-        self._requests.write(json.dumps(ranks).encode() + b"\n")
-        self._requests.flush()
+        self._process.stdin.write(json.dumps(ranks) + "\n")
+        self._process.stdin.flush()
         return json.loads(self._hear())
 
-    def _hear(self) -> bytes:
-        line = self._answers.readline()
+    def _hear(self) -> str:
+        line = self._process.stdout.readline()
         assert line, self._process.wait()
         return line
 
     def close(self) -> None:
-        self._requests.close()
+        self._process.stdin.close()
         self._process.wait()
-        self._answers.close()
+        self._process.stdout.close()
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,12 @@ class Zygote:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
         environment["ZYGOTE_IMPORTS"] = " ".join(imports)
         environment[forked_processes.ADDRESS] = forked_processes.address()
-        program = str(HERE / "zygote.py")
-        self._process, self._requests, self._answers = forked_processes.start_zygote(program, environment)
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
         self._started: queue.Queue[StartedProcess] = queue.Queue()
         self._living: dict[int, StartedProcess] = {}
         self._statuses: dict[int, int] = {}  # number of the start -> its exit status
@@ -71,7 +75,7 @@ class Zygote:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        for line in self._answers:
+        for line in self._process.stdout:
             message = json.loads(line)
             if "pid" in message:
                 process = StartedProcess(message["pid"])
@@ -90,12 +94,12 @@ class Zygote:
     def start(self, environment: dict[str, str], log: Path) -> StartedProcess:
         log.touch()  # a test may read it before the process writes its first line
         request = {"environment": environment, "log": str(log)}
-        self._requests.write(json.dumps(request).encode() + b"\n")
-        self._requests.flush()
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
         return self._started.get(timeout=DEADLINE_S)
 
     def close(self) -> None:
-        self._requests.close()
+        self._process.stdin.close()
         self._process.wait(timeout=DEADLINE_S)
 
 

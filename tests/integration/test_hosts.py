@@ -19,7 +19,7 @@ from namespaces import ADDRESSES, Cable
 from test_launched_jobs import LaunchedJob
 
 PROBLEM = Cable.problem()
-STEPS = 36
+STEPS = 60
 HELD_AT = 6
 
 pytestmark = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
@@ -76,7 +76,7 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_and_the_job_loses_no_step(zy
     """Rank 0 runs on host-0, and the spare host is on the other side of the cable."""
     environment = {
         "TINY_STEPS": str(STEPS),
-        "TINY_PATIENT_STEPS": "28",
+        "TINY_PATIENT_STEPS": "50",
         "FABRIC_REPLICAS": "2",
         "SHARDED": layout,
     }
@@ -168,7 +168,7 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
 @pytest.mark.parametrize("lost", ["voice", "host"])
 def test_the_voice_of_a_host_is_lost_and_all_ranks_start_again(zygote, tmp_path, lost):
     """Each host of r1 has two ranks; rank 2 speaks for rank 3. A spare host takes the place of a lost one."""
-    environment = {"TINY_STEPS": "24", "TINY_PATIENT_STEPS": "16", "FABRIC_REPLICAS": "2"}
+    environment = {"TINY_STEPS": "40", "TINY_PATIENT_STEPS": "30", "FABRIC_REPLICAS": "2"}
     with (
         Cable() as cable,
         LaunchedJob(
@@ -194,7 +194,7 @@ def test_the_voice_of_a_host_is_lost_and_all_ranks_start_again(zygote, tmp_path,
             (stop,) = job.rank_events("r1", rank, "stop")
             assert "rank 2 of this replica is lost" in stop["reason"], stop
         assert any(e["contributed"] and e["step"] > 12 for e in job.events("r1", "commit")), job.logs()
-        job.check_lanes(24)
+        job.check_lanes(40)
 
 
 def holders(job: LaunchedJob, cable: Cable, step: int) -> dict[tuple[str, int], str]:

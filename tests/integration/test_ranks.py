@@ -3,7 +3,6 @@
 The surviving replica's losses equal those of one process that trains alone on the same data.
 """
 
-import functools
 import os
 import re
 import signal
@@ -66,36 +65,6 @@ def test_ranks_with_devices_digest_their_parts_there(zygote, tmp_path):
         job.check_lanes(20)
 
 
-@pytest.fixture(scope="module")
-def digests(zygote, tmp_path_factory):
-    """The digests at the end of a job with this overlap, by rank. Jobs of several tests run once."""
-
-    @functools.cache
-    def run(overlap: str, sharded: str, ranks: int, exchange: str) -> list[str]:
-        environment = {"SHARDED": sharded, "TINY_STEPS": "8", "SHARDED_OVERLAP": overlap}
-        environment |= {"FABRIC_EXCHANGE": exchange, "FABRIC_DATA_PLANE": "tcp"}
-        folder = tmp_path_factory.mktemp("overlap")
-        with RankJob(zygote, folder, replicas=2, ranks=ranks, environment=environment) as job:
-            job.start("r0")
-            job.start("r1")
-            job.finish(restart=False, deadline_s=120)
-            assert set(job.codes.values()) == {0}, job.logs()
-            job.check_lanes(8)
-            lines = {name: (job.folder / f"{name}.log").read_text().splitlines() for name in job.pids}
-            overlapped = [[x for x in found if x.startswith("overlapped")] for found in lines.values()]
-            if overlap in ("proven", "handed over"):
-                assert all(len(x) >= 7 and set(x) == {"overlapped True"} for x in overlapped), overlapped
-            aborts = [e for e in job.events("r0", "abort") if "changed after the last backward" in e["why"]]
-            assert [e["step"] for e in aborts] == ([3] if overlap == "changed@3" else [])
-            return [
-                job.rank_events(replica, rank, "state")[-1]["digest"]
-                for replica in ("r0", "r1")
-                for rank in range(ranks)
-            ]
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("way", "sharded", "ranks", "exchange"),
     [
@@ -107,9 +76,30 @@ def digests(zygote, tmp_path_factory):
     ],
 )
 def test_sharded_gradients_end_with_equal_bits_with_and_without_overlap(
-    digests, way, sharded, ranks, exchange
+    zygote, tmp_path, way, sharded, ranks, exchange
 ):
-    assert digests(way, sharded, ranks, exchange) == digests("off", sharded, ranks, exchange)
+    ends = {}
+    for overlap in (way, "off"):
+        environment = {"SHARDED": sharded, "TINY_STEPS": "8", "SHARDED_OVERLAP": overlap}
+        environment |= {"FABRIC_EXCHANGE": exchange, "FABRIC_DATA_PLANE": "tcp"}
+        with RankJob(zygote, tmp_path / overlap, replicas=2, ranks=ranks, environment=environment) as job:
+            job.start("r0")
+            job.start("r1")
+            job.finish(restart=False, deadline_s=120)
+            assert set(job.codes.values()) == {0}, job.logs()
+            job.check_lanes(8)
+            ends[overlap] = [
+                job.rank_events(replica, rank, "state")[-1]["digest"]
+                for replica in ("r0", "r1")
+                for rank in range(ranks)
+            ]
+            lines = {name: (job.folder / f"{name}.log").read_text().splitlines() for name in job.pids}
+            overlapped = [[x for x in found if x.startswith("overlapped")] for found in lines.values()]
+            if overlap in ("proven", "handed over"):
+                assert all(len(x) >= 7 and set(x) == {"overlapped True"} for x in overlapped), overlapped
+            aborts = [e for e in job.events("r0", "abort") if "changed after the last backward" in e["why"]]
+            assert [e["step"] for e in aborts] == ([3] if overlap == "changed@3" else [])
+    assert ends[way] == ends["off"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +110,7 @@ def test_sharded_gradients_end_with_equal_bits_with_and_without_overlap(
 )
 def test_a_rank_of_another_host_is_killed_also_the_voice_of_its_host(zygote, tmp_path, point, victim):
     """Two hosts of two ranks: rank 2 speaks for rank 3."""
-    environment = {"SHARDED": "fsdp2", "TINY_STEPS": "18", "TINY_PATIENT_STEPS": "11"}
+    environment = {"SHARDED": "fsdp2", "TINY_STEPS": str(STEPS), "TINY_PATIENT_STEPS": "28"}
     with RankJob(zygote, tmp_path, 2, ranks=4, environment=environment, per_host=2) as job:
         job.start("r0")
         job.start("r1", point, rank=victim)
@@ -131,7 +121,7 @@ def test_a_rank_of_another_host_is_killed_also_the_voice_of_its_host(zygote, tmp
             (stop,) = job.rank_events("r1", rank, "stop")
             assert stop["code"] == 75
             assert stop["reason"].startswith(f"rank {victim} of this replica is lost ("), (rank, stop)
-        job.check_lanes(18)
+        job.check_lanes(STEPS)
 
 
 @pytest.mark.parametrize(

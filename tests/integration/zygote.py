@@ -58,11 +58,9 @@ def shown(*error: object) -> int:
 
 
 def main() -> None:
-    gc.disable()
     for name in os.environ.get("ZYGOTE_IMPORTS", "").split():
         importlib.import_module(name)
-    forked_processes.keep_imports()
-    gc.enable()
+    gc.freeze()  # else a child's look at all objects copies their memory
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)

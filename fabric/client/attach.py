@@ -177,7 +177,8 @@ def make_session(
     buffers = choose_buffers(model, choices.buffers)
     objects = shared_state(model, optimizers, state, buffers)
     outside = accept_optimizers(model, optimizers, state)
-    refuse_gradient_hooks(model)
+    if choices.refuses_others:
+        refuse_gradient_hooks(model)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")

@@ -226,7 +226,7 @@ SHELLS = (
     Mutant(
         "a call begins before all members have called",
         calls.judge,
-        "Again() if others else Go()",
+        "None if others else Go()",
         "Go()",
         "client/test_replica_collectives.py::test_a_result_of_the_generation_before_is_not_kept_for_the_same_step",
     ),

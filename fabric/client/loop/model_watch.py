@@ -52,7 +52,7 @@ def refuse_gradient_hooks(model: torch.nn.Module) -> None:
                 raise ConfigError(
                     f"{name} has a hook of register_post_accumulate_grad_hook, which sees the gradients that "
                     "this replica has added up, before those of all replicas are averaged: use "
-                    "register_hook, or change .grad before optimizer.step()"
+                    'register_hook, change .grad before optimizer.step(), or say unshared="ignore"'
                 )
 
 

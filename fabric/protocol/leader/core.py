@@ -452,10 +452,12 @@ class LeaderCore:
             self.evictions.stragglers.came(peer.session.replica)
         peer.take(beat)
         self.state.note_named(peer)
-        self.progress.record_empty_step(peer, beat)
+        if beat.empty >= 0:
+            self.progress.record_empty_step(peer, beat)
         self.admission.note_return(peer, beat)
         self.progress.note_step(peer, went_on)
-        self.bases.note_loaded(beat.generation)
+        if beat.generation != self.bases.base_loaded_generation:
+            self.bases.note_loaded(beat.generation)
         writing, record = self.writer.writing, self.state.record
         if writing is None or record is None or writing.generation == record.generation:
             # Rule 1: no answer during a write of a new generation, or a member might go on in the old one.

@@ -102,22 +102,19 @@ def not_a_number() -> None:
 
 
 def a_sparse_gradient() -> None:
-    """Give the embedding a sparse gradient, as sparse=True does."""
-    at = 0
-
-    def note(step: Step, loss: torch.Tensor) -> torch.Tensor:
-        nonlocal at
-        at = step.number
-        return loss
+    """Give the embedding a sparse gradient, as sparse=True does. At attach such a hook is refused."""
+    models: list[torch.nn.Module] = []
 
     def sparsen(parameter: torch.Tensor) -> None:
-        if at == STEP and parameter.grad is not None:
+        if parameter.grad is not None:
             parameter.grad = parameter.grad.to_sparse()
 
-    def watch(model: torch.nn.Module) -> None:
-        next(model.parameters()).register_post_accumulate_grad_hook(sparsen)
+    def watch(step: Step, loss: torch.Tensor) -> torch.Tensor:
+        if step.number == STEP and models:
+            next(models.pop().parameters()).register_post_accumulate_grad_hook(sparsen)
+        return loss
 
-    train(loss_of=note, on_model=watch)
+    train(loss_of=watch, on_model=models.append)
 
 
 def a_frozen_layer() -> None:

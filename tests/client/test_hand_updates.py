@@ -37,3 +37,22 @@ def test_parameters_without_a_backward_pass_may_change_and_the_dead_are_forgotte
         model.weight.add_(1.0)
     del model
     assert not updates.have_begun()
+
+
+def test_values_that_cannot_be_read_and_edges_of_the_graph_are_no_update():
+    model = torch.nn.Linear(3, 2)
+    updates = HandUpdates()
+    loss = loss_of(model)
+    updates.note(torch.autograd.graph.get_gradient_edge(loss))
+    updates.note(iter([loss]))
+    updates.note([loss])
+    size = model.weight.untyped_storage().size()
+    model.weight.untyped_storage().resize_(0)  # as FSDP does between two uses
+    assert not updates.have_begun()
+    model.weight.untyped_storage().resize_(size)
+    with torch.no_grad():
+        model.weight.fill_(torch.nan)
+    assert not updates.have_begun(), "a job that has diverged says so itself"
+    with torch.no_grad():
+        model.bias.add_(1.0)
+    assert updates.have_begun()

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch.nn.utils import clip_grad
@@ -56,13 +57,13 @@ class StaleGradients:
         self._looks = self._notes = 0
         self._stale: set[int] = set()
         self.own_loop = True  # false: a framework drops the gradients of a step in the next one
-        self._computes = self._frees = False  # the loop is at a micro-batch; fabric may free its gradients
+        self.computes = self._frees = False  # the loop is at a micro-batch; fabric may free its gradients
         self._kept: list[torch.nn.Parameter] = []  # parameters with a gradient that the loop must keep
         self._with_value: torch.nn.Parameter | None = None  # one whose gradient must not become zero
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before)
-        for owner, name in _CLIPPING:
-            setattr(owner, name, self._watched(getattr(owner, name)))
+        _watching.add(self)
+        _watch_clipping()
 
     def micro_batch(self, is_first: bool, is_only: bool, frees: bool = False) -> Self:
         """Let the user's code compute a micro-batch, and watch the gradients of the step's earlier ones.
@@ -75,14 +76,14 @@ class StaleGradients:
         self._kept, self._with_value = [], None
         if not is_first or (is_only and self.own_loop):
             self.added()
-        self._computes, self._frees = self.own_loop, frees
+        self.computes, self._frees = self.own_loop, frees
         return self
 
     def __enter__(self) -> None:
         """Enter the micro-batch."""
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._computes = False  # the loop may leave the step
+        self.computes = False  # the loop may leave the step
         watches = kind is None and not self._frees
         if watches and ((self._kept and all(p.grad is None for p in self._kept)) or self._became_zero()):
             raise _dropped()
@@ -114,25 +115,13 @@ class StaleGradients:
         """Note that a replayed step follows: its gradient is written over what is there."""
         self._stale = set()
 
-    def _watched(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        own = getattr(clip, "fabric_watched", clip)  # of an earlier session in this process
-
-        @functools.wraps(own)
-        def watched(*arguments: Any, **named: Any) -> Any:
-            if self._computes:
-                raise changed_early("the script clips gradients")
-            return own(*arguments, **named)
-
-        watched.fabric_watched = own  # type: ignore[attr-defined]
-        return watched
-
     def _became_zero(self) -> bool:
         gradient = self._with_value.grad if self._with_value is not None else None
         # A part of it may have become zero: before a refusal all of it is read.
         return gradient is not None and not _has_value(gradient) and not gradient.any()
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._computes:
+        if self.computes:
             raise ConfigError(
                 f"{type(optimizer).__name__}.step was called within the loop over the micro-batches, before "
                 "the gradients of all replicas are averaged: call it after that loop, and let the phases of "
@@ -144,6 +133,23 @@ class StaleGradients:
                 "would add it once: call optimizer.zero_grad() after each step, and in place of an "
                 "accumulation over steps choose a larger global batch"
             )
+
+
+_watching: WeakSet[StaleGradients] = WeakSet()
+
+
+@functools.cache
+def _watch_clipping() -> None:
+    """Let torch's clipping refuse itself, for the rest of this process, while a loop is at a micro-batch."""
+
+    def watched(clip: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if any(x.computes for x in _watching):
+            raise changed_early("the script clips gradients")
+        return clip(*arguments, **named)
+
+    for owner, name in _CLIPPING:
+        clip = getattr(owner, name)
+        setattr(owner, name, functools.wraps(clip)(functools.partial(watched, clip)))
 
 
 def changed_early(what: str) -> ConfigError:

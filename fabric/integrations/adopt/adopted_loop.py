@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class AdoptedLoop:
 
     # --- what the script does -----------------------------------------------------------------------------
 
-    def on_backward(self, losses: torch.Tensor | Sequence[torch.Tensor]) -> None:
+    def on_backward(self, losses: object) -> None:
         """The script is about to run a backward pass from ``losses``."""
         if self.session is None:
             if self._by_hand.have_begun():

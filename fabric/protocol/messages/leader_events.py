@@ -106,6 +106,13 @@ class LaunchFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class HostReplaced:
+    """The ranks of a replica start, and one of its hosts may have no state in memory."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
 class AcceptQueueFull:
     """Too many members connect at once: some of them wait in the queue, for ``seconds`` more."""
 
@@ -154,6 +161,7 @@ Event = (
     | WriteFailed
     | Operator
     | LaunchFailed
+    | HostReplaced
     | AcceptQueueFull
     | SharesAdvised
     | LayoutAdvised

@@ -1,7 +1,9 @@
 """Joins: how newcomers get the state, and enter the roster."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.model import Record, SnapshotRef, counted
 from fabric.protocol.leader.admission import Admission
@@ -19,8 +21,7 @@ SERVE_AGAIN_S = 0.1
 GAP_STEPS = 10
 
 
-@dataclass(slots=True)
-class Serving:
+class Serving(Struct):
     """A snapshot promised to one newcomer, and the members' answers."""
 
     step: int = -1
@@ -39,8 +40,7 @@ class Serving:
     disputed: int = -1  # the newest step about which an event has named a dispute
 
 
-@dataclass(slots=True, eq=False)
-class Joins:
+class Joins(Struct, eq=False):
     """Rule 4: serves newcomers and admits them."""
 
     state: JobState

@@ -7,7 +7,10 @@ trainer from its links for seconds.
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
+
+from fabric.model import Value
 
 FLOOR_S = 5.0
 # The time budget is this many times the duration of the slowest round in a hundred.
@@ -17,8 +20,7 @@ ENOUGH = 20
 REMEMBERED = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(Value):
     """The longest times, in seconds."""
 
     exchange_s: float = 60.0  # seconds from the last member's contribution to the commit
@@ -54,8 +56,7 @@ def problem(exchange_s: float, user_code_s: float, autonomy_s: float) -> str:
     return ""
 
 
-@dataclass(slots=True)
-class AdaptiveTimeout:
+class AdaptiveTimeout(Struct):
     """The bound of the next round, from the durations of earlier ones."""
 
     cap_s: float  # the largest bound, which holds until enough rounds went well

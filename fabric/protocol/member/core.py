@@ -2,8 +2,8 @@
 
 ``handle(event, now)`` returns the effects to perform, ``next_deadline()`` the time of the next Tick. Rule
 numbers are those of docs/protocol.md. Three things change independently: the main thread (user code, then
-waiting), the round (exchange and votes), and the epochs that the leader announces. After every event
-``_advance`` starts every stage that has become possible.
+waiting), the round (exchange and votes), and the epochs that the leader announces. After every event that can
+start a stage ``_advance`` starts all that have become possible.
 
 Each part of the core owns its fields and uses only parts before it in this order: ``memory``, ``epochs``,
 ``session``, ``serving``, ``rounds``, ``catch_up``, ``ending``, ``link_watch``, ``membership``.
@@ -122,8 +122,9 @@ class MemberCore:
         context = self.context
         context.begin(now)
         if not context.stopped:
+            before = self.rounds.round
             self._handlers[type(event)](event)
-            if not isinstance(event, io.RingWaitsFor):  # RingWaitsFor starts no stage
+            if not isinstance(event, io.RingWaitsFor) and not self.rounds.waits_on(event, before):
                 self._advance()
                 self.link_watch.probe_when_due()
                 contact = self.session.contact

@@ -356,6 +356,21 @@ class Rounds(Struct, eq=False):
         self._epochs.links.keep_early((fence.epoch, message.step), event, self._epochs.epoch())
         return isinstance(message, m.Contribution)
 
+    def waits_on(self, event: io.Event, before: Round | None) -> bool:
+        """Whether this event, now taken, starts no stage: in my round further messages of its kind are due.
+
+        ``before``: the round that I was in before the event.
+        """
+        round_ = self.round
+        if round_ is None or round_ is not before or not isinstance(event, io.FromPeer):
+            return False
+        message = event.message
+        if not self._is_round(message.fence.epoch, message.step):
+            return False
+        if isinstance(message, m.CommitVote):
+            return not round_.complete()
+        return isinstance(message, m.Contribution) and len(round_.contributions) < len(round_.record.roster)
+
     def _collect(self, replica: str, incarnation: int, message: m.PeerMessage) -> None:
         round_ = self.round
         assert round_ is not None

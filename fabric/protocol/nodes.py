@@ -21,7 +21,7 @@ from fabric.model import Value
 MAX_NODES = 1024
 MAX_RANKS_OF_HOST = 64
 MAX_LAUNCHERS = 2 * MAX_NODES  # nodes and spare hosts of one replica
-# Silence after which a node that runs is lost: alone, or where another node's end shows that it may be.
+# Silence after which a node that runs is lost: alone, or with one sign: another node's end or a broken link.
 SILENT_S, SUSPECT_S = 15.0, 3.0
 BROKEN_S = 1.0  # a launcher whose connection has broken comes back within this time
 UNCLAIMED_S = 30.0  # a number that no host ever claimed goes to a spare host after this time
@@ -304,8 +304,8 @@ class ReplicaNodes:
                 seated = attempt.seated.get(node)
                 launcher = self.launchers.get(seated.id) if seated is not None else None
                 silent_s = now - attempt.began if launcher is None else launcher.silent_s(now)
-                is_suspect = attempt.why or (launcher is not None and launcher.is_broken)
-                if silent_s > (SUSPECT_S if is_suspect else SILENT_S):
+                signs = bool(attempt.why) + (launcher is not None and launcher.is_broken)
+                if silent_s > (SILENT_S, SUSPECT_S, BROKEN_S)[signs]:
                     attempt.note_loss(node, f"has not been heard for {silent_s:.0f} s", now)
             attempt.settle()
         for name, launcher in list(self.launchers.items()):

@@ -82,9 +82,16 @@ RULES = (
     Mutant(
         "the end does not wait for a newcomer",
         Endings.complete,
-        "any(waited_s < self.state.join_stall_s(x.replica) for x in missing)",
+        "any(waited_s < self.state.join_stall_s(x.replica) for x in missing if not x.blocking_join)",
         "False",
         "protocol/test_leader_end.py::test_a_newcomer_that_no_round_waits_for_does_not_delay_the_end_of_the_job",
+    ),
+    Mutant(
+        "the end waits for a newcomer in a blocking join",
+        Endings.complete,
+        " if not x.blocking_join",
+        "",
+        "protocol/test_leader_end.py::test_no_member_waits_at_the_end_for_a_newcomer_in_a_blocking_join",
     ),
     Mutant(
         "a job of leaving members never ends",

@@ -54,6 +54,13 @@ def test_a_newcomer_that_no_round_waits_for_does_not_delay_the_end_of_the_job():
     assert sorted(x for x, _ in lighthouse.sent(m.Complete)) == ["a", "b"]
 
 
+def test_no_member_waits_at_the_end_for_a_newcomer_in_a_blocking_join():
+    """Found with 16 jobs on two cores: the others' loops had ended where they were to wait for its state."""
+    lighthouse = of_roster("a b", b={"joining": True, "blocking_join": True})
+    assert not lighthouse.record.complete
+    assert finished(lighthouse, "a").record.complete and lighthouse.record.base.step == 9
+
+
 def test_a_newcomer_that_takes_part_is_waited_for():
     lighthouse = of_roster("a b", b={"joining": True})
     lighthouse.say("b", m.Running(lighthouse.record.fence, 8))

@@ -64,6 +64,25 @@ def test_with_all_loops_ended_an_epoch_under_way_needs_no_lighthouse_either():
     assert (end.step, end.ended) == (1, JobEnd(FIRST.fence, 1, 1))
 
 
+def awaiting():
+    """Return a member whose loop ended where it was to wait for the state of a newcomer, c."""
+    trainer = closed()
+    trainer.peer("b", finished())
+    record = record_of("a b c", epoch=2, c={"joining": True, "blocking_join": True})
+    trainer.leader(m.Epoch(record), resume_of(record, 1))
+    trainer.do(io.Linked(2))
+    return trainer
+
+
+def test_a_newcomer_in_a_blocking_join_does_not_delay_an_end_without_a_lighthouse():
+    trainer = awaiting()
+    trainer.do(io.LeaderLost())
+    trainer.now += NO_LEADER_S
+    [end] = trainer.do(io.Tick())
+    assert end.ended == JobEnd(replace(FIRST.fence, epoch=2), 1, 1)
+    assert "all members (a, b) have finished at step 1" in end.alone
+
+
 def test_close_waits_longer_for_a_leader_that_answers_but_cannot_write():
     trainer = closed()
     trainer.peer("b", finished())

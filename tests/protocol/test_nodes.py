@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from fabric.model import Member, RankAddress
 from fabric.protocol.leader.evidence import host_of
-from fabric.protocol.nodes import SPARE, NodeEnd, NodeOrder, NodeSays, ReplicaNodes
+from fabric.protocol.nodes import BROKEN_S, SPARE, NodeEnd, NodeOrder, NodeSays, ReplicaNodes
 
 TICK_S = 0.25
 HELD_S = 10.0
@@ -225,6 +225,17 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_and_keeps_it():
     assert world.all_run() and len(world.heads) == 2
     assert any("spare-0 is node 1" in host.knows[2] for host in world.hosts if host.name == "host-1")
     assert (1, "spare-0", "member", "in the place of host-1") in world.rows()
+
+
+def test_a_failure_and_a_broken_connection_together_show_a_lost_host_within_a_second():
+    world = World(2, nodes=2, spares=1)
+    world.until_all_run(2)
+    world.play(1)
+    world.kill_launcher(world.hosts[1])
+    world.kill_rank(world.hosts[0])
+    world.play(BROKEN_S + 2 * TICK_S)
+    (outcome,) = world.judged.values()
+    assert outcome.lost == ("node 1 (host-1) has not been heard for 1 s",)
 
 
 def test_a_launcher_that_returns_takes_its_number_again():

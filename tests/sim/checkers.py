@@ -210,7 +210,8 @@ class Checks:
             raise Violation(f"{trainer.name} ends at step {order.step}, and the job is not complete")
         if core.session.contact.last <= trainer.clock() - core.context.config.autonomy_s:
             return
-        others = {f"{x.replica}.{x.incarnation}" for x in self.told[trainer.name, ended.fence.epoch].roster}
+        roster = [x for x in self.told[trainer.name, ended.fence.epoch].roster if not x.blocking_join]
+        others = {f"{x.replica}.{x.incarnation}" for x in roster}
         wrong = sorted(name for name in others if self.ends.get(name) != mine)
         if wrong or mine != (ended.fence.generation, ended.step):
             raise Violation(f"{trainer.name} ends alone at {mine}, where the loops of {wrong} have not ended")

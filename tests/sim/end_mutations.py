@@ -1,6 +1,7 @@
 """Deliberate bugs in the end of a job; the worlds of ``end_worlds`` must notice each bug."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,26 @@ def end_with_who_wanted_more_unsaid(patch: Patch) -> None:
     patch.setattr(Ending, "_stop_when_others_have_finished", stopped)
 
 
+def wait_for_the_state_of_a_newcomer(patch: Patch) -> None:
+    """Bug: at the end all wait for a newcomer in a blocking join as for one that replays."""
+    complete = Endings.complete
+
+    def completed(endings: Endings, record: Record) -> bool:
+        roster = tuple(replace(x, blocking_join=False) for x in record.roster)
+        return complete(endings, replace(record, roster=roster))
+
+    patch.setattr(Endings, "complete", completed)
+
+
+def wait_alone_for_the_state_of_a_newcomer(patch: Patch) -> None:
+    """Bug: without a lighthouse all wait for the end of a newcomer that never got its state."""
+    patch.setattr(Ending, "_with_state", lambda ending, record: list(record.roster))
+
+
+MUTATIONS_OF_LATE: dict[str, Callable[[Patch], None]] = {
+    mutation.__name__: mutation
+    for mutation in (wait_for_the_state_of_a_newcomer, wait_alone_for_the_state_of_a_newcomer)
+}
 MUTATIONS: dict[str, Callable[[Patch], None]] = {
     mutation.__name__: mutation
     for mutation in (

@@ -1,6 +1,6 @@
 """Worlds about the end of a job: no lighthouse runs when the loops end, the loops end at different steps, or
 a newcomer's loop ends before it has caught up. Half of these worlds also have the faults of plain worlds
-before the end.
+before the end. In worlds of their own a newcomer is in a blocking join when the loops end.
 
 All replicas must end in time, with the same final state or with an error. No member may go on beyond the
 first end, or wait for an ended loop. A lighthouse that comes back must mark the job complete.
@@ -15,6 +15,7 @@ from sim.world import FINISH_LIMIT_S, HEAL_LIMIT_S, World
 
 from fabric.protocol.member.ending import NO_LEADER_S
 from fabric.protocol.member.state import Mode
+from fabric.protocol.messages.leader_events import RecordEvent
 
 KINDS = ("away", "unequal loops", "unequal loops, away", "a newcomer's own count")
 REQUIRED = (
@@ -208,3 +209,67 @@ class EndWorld(World):
             step == self.until, f"the job ended at step {step}, and not at {self.until} as all others' loops"
         )
         demand(not others, f"{sorted(others)} were told that their loops are wrong, and not {name}")
+
+
+# What a hunt over worlds with a late newcomer must have met.
+REQUIRED_OF_LATE = (
+    "member: blocking join",
+    "end: in a blocking join",
+    "end: in a blocking join, away",
+    "path: ended without a lighthouse",
+)
+# All others wait at most this long for a newcomer's state, unless its join is of no use any more.
+PATIENT_S = 20.0
+
+
+class LateNewcomerWorld(EndWorld):
+    """A newcomer that cannot replay gets a blocking join, and the other loops end at about that step.
+
+    In every second world the lighthouses are lost at the end. No member may wait for the newcomer then.
+    """
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        self.newcomer = ""
+        self.away = seed % 2 == 1
+        super().__init__(2 * seed, tracing)  # even seeds: worlds without other faults
+        settings = self.settings
+        settings.member = replace(settings.member, replay=False, digest_every=0, exchange_s=PATIENT_S)
+
+    def run(self) -> None:
+        self._demand("every replica is back and steps are committed", HEAL_LIMIT_S, self._is_whole())
+        self.newcomer = self.clockwork.random.choice(sorted(self.hosts))
+        self.kill_trainer(self.newcomer, 0.3)
+        self._demand("the others' loops end", 2 * FINISH_LIMIT_S, self._have_others_ended)
+        if self._is_awaited():
+            if self.away:
+                self._demand("the others hear of their epoch", STANDSTILL_S, self._are_others_in)
+                self._lose_lighthouses()
+                self.lingering.clear()
+            self.clockwork.counts[f"end: in a blocking join{', away' if self.away else ''}"] += 1
+        limit_s = NO_LEADER_S + 1.0 if self.lost else STANDSTILL_S
+        self._demand("no member waits for the newcomer", limit_s, self._have_others_left)
+
+    def told(self, effect: RecordEvent) -> None:
+        super().told(effect)
+        if effect.kind == "needs state" and effect.about == self.newcomer:  # the blocking join follows
+            self.until = max(t.main.step for t in self._others()) + self.clockwork.random.randrange(1, 4)
+
+    def _others(self) -> list[Trainer]:
+        return [t for t in self.living() if t.host != self.newcomer]
+
+    def _is_awaited(self) -> bool:
+        """Whether the newcomer is in a blocking join, and has not entered the round yet."""
+        record, trainer = self.store.record, self.hosts[self.newcomer].trainer
+        member = record.member(self.newcomer) if record is not None else None
+        is_in = trainer is not None and trainer.core.epochs.mode is Mode.RUN
+        return member is not None and member.blocking_join and not is_in
+
+    def _have_others_ended(self) -> bool:
+        return all(t.main.closing for t in self._others())
+
+    def _are_others_in(self) -> bool:
+        return all(t.core.epochs.mode is Mode.RUN for t in self._others())
+
+    def _have_others_left(self) -> bool:
+        """Whether all others have left, but those that wait for a leader after a lost link."""
+        return all(t.core.epochs.mode is Mode.ABORTED and self.lost for t in self._others())

@@ -19,7 +19,7 @@ from sim.cold_worlds import EarlyTwins, cold_world
 from sim.data_worlds import CurriculumWorld, RebatchedWorld
 from sim.dispute_worlds import ColdDisputeWorld, DisputeWorld, ReportedWorld
 from sim.durable_worlds import DurableWorld
-from sim.end_worlds import EndWorld
+from sim.end_worlds import EndWorld, LateNewcomerWorld
 from sim.late_worlds import late_world
 from sim.link_worlds import CalmWorld, LinkWorld
 from sim.mixed_worlds import MixedWorld
@@ -49,6 +49,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "store": store_world,
     "parted": PartedWorld,
     "end": EndWorld,
+    "late-end": LateNewcomerWorld,
     "mixed": MixedWorld,
     "cold": cold_world,
     "links": LinkWorld,

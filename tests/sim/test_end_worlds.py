@@ -1,10 +1,10 @@
-"""Seeded worlds about the end of a job: without a lighthouse, with loops of unequal lengths, and with a
-newcomer that counts its own steps.
+"""Seeded worlds about the end of a job: without a lighthouse, with loops of unequal lengths, with a
+newcomer that counts its own steps, and with one in a blocking join.
 """
 
 import pytest
 from sim import end_worlds, noticing
-from sim.end_mutations import MUTATIONS
+from sim.end_mutations import MUTATIONS, MUTATIONS_OF_LATE
 from sim.world import run_seed
 
 SEEDS = 64
@@ -21,3 +21,12 @@ def test_a_drained_member_that_finishes_says_nothing_in_the_epoch_without_it():
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_the_simulator_notices_a_bug_in_the_end(name):
     noticing.find(MUTATIONS[name], "end", range(SEEDS))
+
+
+def test_no_member_waits_for_a_newcomer_whose_join_is_of_no_use_any_more():
+    noticing.meet("late-end", end_worlds.REQUIRED_OF_LATE, SEEDS)
+
+
+@pytest.mark.parametrize("name", sorted(MUTATIONS_OF_LATE))
+def test_the_simulator_notices_a_wait_for_a_late_newcomer(name):
+    noticing.find(MUTATIONS_OF_LATE[name], "late-end", range(SEEDS))

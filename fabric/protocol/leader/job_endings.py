@@ -90,7 +90,7 @@ class Endings(Struct, eq=False):
         """Rule 10: complete the job when all members that stay have finished; if none stays, when all have.
 
         A newcomer that has entered no round cannot enter one any more, because no member contributes. It can
-        reach the end only by published gradients.
+        reach the end only by published gradients, so no member waits for one in a blocking join.
         """
         if self.ended_by:
             self.writer.write_complete(record, self.state.top_step(), self.ended_by)
@@ -108,7 +108,7 @@ class Endings(Struct, eq=False):
         ):
             return False
         waited_s = self.state.epoch.finished_for_s(self.state.now)
-        if any(waited_s < self.state.join_stall_s(x.replica) for x in missing):
+        if any(waited_s < self.state.join_stall_s(x.replica) for x in missing if not x.blocking_join):
             return False
         self.writer.write_complete(record, max(self.finished[x.replica] for x in left if x not in missing))
         return True

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct, field
 
 from fabric.exit_codes import FAILED, FINISHED, RESTART
-from fabric.model import JobEnd, Record, ReplicaProcess
+from fabric.model import JobEnd, Member, Record, ReplicaProcess, first_of
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.session import LighthouseSession
@@ -150,7 +150,7 @@ class Ending(Struct, eq=False):
         first = min(steps.values(), default=step + 1)
         if step < first:
             return
-        names = _listed([name for name, at in steps.items() if at == first])
+        names = first_of([name for name, at in steps.items() if at == first])
         why = f"{names} finished at step {first}, and this loop has more steps to do"
         self._tell_members(why)
         # My state is the final state too, so no member has to wait for me.
@@ -235,8 +235,9 @@ class Ending(Struct, eq=False):
                 f"said that they finished: this replica ends with its state of step {step}"
             )
             if everybody:
+                names = ", ".join(x.replica for x in self._with_state(record))
                 why = (
-                    f"no lighthouse has marked the job complete; all members ({', '.join(record.names)}) "
+                    f"no lighthouse has marked the job complete; all members ({names}) "
                     f"have finished at step {step}, so it is, and the next lighthouse that is reached will "
                     "be told"
                 )
@@ -254,12 +255,11 @@ class Ending(Struct, eq=False):
         return (is_newcomer or self._takes_part()) and all(
             x.replica == self._context.replica
             or self.finished_peers.get(x.process) == (record.generation, step)
-            for x in record.roster
+            for x in self._with_state(record)
         )
 
-
-def _listed(names: list[str]) -> str:
-    """Join names for a sentence: "r0", "r0 and r2", "r0, r2 and 5 more"."""
-    if len(names) > 3:
-        return f"{', '.join(names[:2])} and {len(names) - 2} more"
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    def _with_state(self, record: Record) -> list[Member]:
+        """The members that have a state: a newcomer in a blocking join has none before its first commit."""
+        if self._rounds.committed_in >= record.epoch:
+            return list(record.roster)
+        return [x for x in record.roster if not x.blocking_join]

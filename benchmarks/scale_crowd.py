@@ -18,10 +18,10 @@ import resource
 import sys
 import time
 from array import array
-from dataclasses import replace
 
 import uvloop
 from lighthouse_crowd import MemberConnection, SessionCrowd, answer, frame_at, frame_of
+from msgspec.structs import replace
 
 from fabric.model import RankAddress
 from fabric.protocol.messages import network as m

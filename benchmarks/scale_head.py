@@ -18,11 +18,11 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
+from msgspec.structs import replace
 
 from fabric.client.control.rank_engines import RankLinks
 from fabric.model import Base, Member, RankAddress, Record

@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import KeysView, Sequence
-from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, dataclass_transform
 
 import msgspec
+from msgspec import field
 
 # The version of every message and of the stored record. A reader accepts its own version and the one before.
 # A reader ignores unknown fields. A writer only adds optional fields. No version 2 exists: version 3 renamed
@@ -21,8 +21,12 @@ MAX_MICRO_BATCHES = 60_000
 Int64 = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Fence:
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
+class Value(msgspec.Struct, frozen=True):
+    """What has no identity: equal fields make it equal, and no field changes."""
+
+
+class Fence(Value, order=True):
     """The fencing token in every message. Within one store, compare fences as (generation, epoch)."""
 
     store_id: str  # the name of one life of the store: a wiped store gets another name
@@ -89,8 +93,7 @@ class ReplicaProcess(NamedTuple):
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankAddress:
+class RankAddress(Value):
     """The addresses of one rank of a replica."""
 
     link: str  # ``host:port`` at which peers dial this rank, or ``host,host:port``
@@ -114,8 +117,7 @@ class OfProcess:
         return ReplicaProcess(self.replica, self.incarnation)
 
 
-@dataclass(frozen=True, slots=True)
-class Member(OfProcess):
+class Member(Value, OfProcess):
     """One replica's entry in a roster."""
 
     replica: str
@@ -142,11 +144,10 @@ class Member(OfProcess):
         return (RankAddress(self.link, self.ckpt), *self.ranks)
 
 
-_ENTRY = attrgetter(*(f.name for f in fields(Member)))
+_ENTRY = attrgetter(*Member.__struct_fields__)
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
+class Sharing(Value):
     """How a job's global batch is divided among members; equal in all sessions of the job."""
 
     # "constant": the members compute the whole batch; "shrink": skip the part of a data slot without member
@@ -161,16 +162,14 @@ class Sharing:
 EVERYTHING = Sharing()
 
 
-@dataclass(frozen=True, slots=True)
-class Poison:
+class Poison(Value):
     """Micro-batches of ``step`` at each of which two processes died: no member computes them again."""
 
     step: Int64
     micro_batches: tuple[Int64, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
+class Death(Value):
     """A process of a replica died while its main thread was at this micro-batch."""
 
     incarnation: Int64
@@ -183,8 +182,7 @@ class Death:
 DURABLE = "durable:"
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(Value):
     """The state that every member must hold before the first round of a generation."""
 
     generation: Int64
@@ -193,8 +191,7 @@ class Base:
     sources: tuple[str, ...] = ()  # base URLs of checkpoint servers that hold the base, and perhaps DURABLE
 
 
-@dataclass(frozen=True, slots=True)
-class JobEnd:
+class JobEnd(Value):
     """The end of a job, perhaps not known to any lighthouse: a member's loop ended at ``step``.
 
     The rounds of that member's epoch needed its contribution, so no later step was committed.
@@ -205,8 +202,7 @@ class JobEnd:
     incarnation: Int64  # incarnation of the process that reported the end; no other job of this name has it
 
 
-@dataclass(frozen=True, slots=True)
-class GoneHost(OfProcess):
+class GoneHost(Value, OfProcess):
     """A process whose host will never return, as an operator says."""
 
     replica: str
@@ -214,8 +210,7 @@ class GoneHost(OfProcess):
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorOverrides:
+class OperatorOverrides(Value):
     """Operators' limits for a job. They hold until an operator changes them, under every leader."""
 
     paused: str = ""  # who paused joins, and why; empty: joins are not paused
@@ -227,8 +222,7 @@ class OperatorOverrides:
     gone: tuple[GoneHost, ...] = ()  # of the roster's processes; a process that is heard again ends its entry
 
 
-@dataclass(frozen=True, slots=True)
-class MemberSpeed(OfProcess):
+class MemberSpeed(Value, OfProcess):
     """One process whose share follows its measured speed."""
 
     replica: str
@@ -237,8 +231,7 @@ class MemberSpeed(OfProcess):
     asked: Int64 = 1  # the share that the process asked for
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedLayouts:
+class LaunchedLayouts(Value):
     """The layouts of a replica that `fabric launch` has started, each as ``FABRIC_LAYOUT`` says it."""
 
     layout: str = ""  # the layout of these ranks
@@ -249,8 +242,7 @@ class LaunchedLayouts:
 NOT_LAUNCHED = LaunchedLayouts()
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutChange(OfProcess):
+class LayoutChange(Value, OfProcess):
     """A leader has ordered a replica to come back in another layout."""
 
     replica: str
@@ -266,8 +258,7 @@ class LayoutChange(OfProcess):
         return self.layout == self.usual
 
 
-@dataclass(frozen=True, slots=True)
-class Adaptation:
+class Adaptation(Value):
     """The shares that a leader has written against slow members, and its recent actions."""
 
     speeds: tuple[MemberSpeed, ...] = ()  # the slow members; empty: each member has the share it asked for
@@ -284,8 +275,7 @@ class Adaptation:
         return Adaptation(acted=self.acted, layouts=self.layouts)
 
 
-@dataclass(frozen=True, slots=True)
-class HostFailure:
+class HostFailure(Value):
     """A member failed and was evicted from ``epoch``: evidence against the replica and its host."""
 
     replica: str
@@ -295,8 +285,7 @@ class HostFailure:
     why: str = ""  # the reason of the failure in one sentence
 
 
-@dataclass(frozen=True, slots=True)
-class HostHistory:
+class HostHistory(Value):
     """The failures of a host in the last days."""
 
     host: str
@@ -306,8 +295,7 @@ class HostHistory:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(Value):
     """The numbers of replicas that a job asks for."""
 
     min_replicas: Int64 = 1  # the fewest members with which the job steps
@@ -316,8 +304,7 @@ class Policy:
     start_wait_s: float = 120.0  # seconds after which ``min_replicas`` are enough for the first round
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(Value, dict=True):
     """The stored truth about one job: one key in the store, replaced by guarded compare-and-set only.
 
     ``overrides``, ``failures`` and ``hosts`` concern only later joins. They may change within an epoch.
@@ -408,8 +395,7 @@ class Record:
         return member is not None and member.incarnation == incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotRef:
+class SnapshotRef(Value):
     """A snapshot that some checkpoint server holds."""
 
     generation: Int64
@@ -417,8 +403,7 @@ class SnapshotRef:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class DataPlan:
+class DataPlan(Value):
     """The data of the steps from ``begin`` to ``until``: those of one call of the user's loop."""
 
     micro_batches: Int64  # the number of micro-batches in a step
@@ -431,8 +416,7 @@ class DataPlan:
         return self.begin <= step < self.until
 
 
-@dataclass(frozen=True, slots=True)
-class RankTimes:
+class RankTimes(Value):
     """One rank's part of a step of its replica."""
 
     compute_s: float = 0.0  # seconds of computing, without ``waited_s``
@@ -442,8 +426,7 @@ class RankTimes:
     stage: Int64 = 0  # the rank's pipeline stage
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierStep:
+class EarlierStep(Value):
     """The computing time and the work of one step, without its details."""
 
     step: Int64
@@ -454,8 +437,7 @@ class EarlierStep:
     micro_batches: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class SpeedMeasurement:
+class SpeedMeasurement(Value):
     """The result of one micro-benchmark."""
 
     number: Int64  # number of the lighthouse's request
@@ -467,8 +449,7 @@ class SpeedMeasurement:
     interface: str = ""  # of the echo, with its speed and a faster one of the host; empty: unknown
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(Value):
     """How one step's time was spent, and on which work."""
 
     compute_s: float = 0.0

@@ -126,18 +126,23 @@ class SlurmCluster:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.folder.glob("*.log"))
 
     def _processes(self, node: str) -> list[int]:
-        """Return the tasks of the node, and before them the daemons of their steps."""
-        mark, tasks, steps = f"SLURMD_NODENAME={node}".encode(), [], []
+        """Return the processes of the node in an order in which none can act when another has been killed.
+
+        The second process of each srun ends its step when the first one dies. Then follow the daemons of the
+        steps.
+        """
+        mark, tasks, steps, seconds = f"SLURMD_NODENAME={node}".encode(), [], [], []
         conf = f"SLURM_CONF={self.folder}/slurm.conf".encode()
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (path / "environ").read_bytes().split(b"\0")
                 if mark in words and conf in words:
-                    tasks.append(int(path.name))
                     parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                    if Path(f"/proc/{parent}/comm").read_text().strip() == "slurmstepd":
+                    name = Path(f"/proc/{parent}/comm").read_text().strip()
+                    (seconds if name == "srun" else tasks).append(int(path.name))
+                    if name == "slurmstepd":
                         steps.append(parent)
-        return steps + tasks
+        return seconds + steps + tasks
 
     def _configure(self) -> None:
         port, *ports = free_ports(1 + len(self.nodes))

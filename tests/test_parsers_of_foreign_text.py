@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,7 @@ PARSERS = (
     Parser("order of a layout", of_text(parse_order), {"layout": "dp=2"}),
     *(
         Parser(name, setting(name), GOOD_SETTINGS.get(name, "1"))
-        for name in sorted(f"FABRIC_{field.name.upper()}" for field in fields(config.Settings))
+        for name in sorted(f"FABRIC_{name.upper()}" for name in config.Settings.__struct_fields__)
     ),
 )
 

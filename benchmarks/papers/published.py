@@ -9,9 +9,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
+
+from msgspec.structs import replace
 
 from fabric.plan import closed_forms
 from fabric.plan.advice import (
@@ -48,7 +50,6 @@ ASSUMPTIONS = (
 )
 
 
-@dataclass(slots=True)
 class PlannedRestarts(ConstantBatch):
     """Groups return only by a global restart, as in SPARe, and the batch stays equal.
 

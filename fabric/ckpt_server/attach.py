@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 import fabric
 from fabric.ckpt_server.wire import gradient_index
 from fabric.ckpt_server.wire.channel_protocol import (
@@ -343,7 +345,7 @@ class ServerHandle:
 
         ``ended``: the end of the job; the server reports it to the next lighthouse it reaches, then ends.
         """
-        word = None if ended is None else asdict(ended)
+        word = None if ended is None else to_builtins(ended)
         self._ask({"op": "finish", "linger_s": linger_s, "ended": word}, _PUBLISH_S)
 
     def gone(self) -> None:

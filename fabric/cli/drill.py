@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from msgspec import structs
 from rich.console import Console
 
 from fabric.cli.lighthouse_options import (
@@ -157,7 +158,7 @@ def _drill_started(command: tuple[str, ...], options: dict[str, Any], console: C
 def _drill_running(command: tuple[str, ...], options: dict[str, Any], console: Console) -> int:
     """Drill a running job; return the exit code. Raises FabricError."""
     named = lighthouses_of(options["lighthouse"], options["job"], options["token_file"], needs_job=True)
-    client = replace(named, signs=True)
+    client = structs.replace(named, signs=True)
     if command:
         raise ConfigError("--lighthouse and --job drill a running job: leave the training command away")
     running = RunningJob(client, partial(_say, console))

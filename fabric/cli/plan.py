@@ -5,11 +5,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import click
+from msgspec import to_builtins
+from msgspec.structs import replace
 from rich.progress import Progress
 
 from fabric.cli.lighthouse_options import json_option, lighthouse_only_options, lighthouses_of
@@ -92,9 +93,9 @@ def _plan(words: Sequence[str], options: dict[str, Any]) -> None:
             page.write_text(report(cluster, outcomes, advance), encoding="utf-8")
     if as_json:
         body = {
-            "cluster": asdict(cluster),
+            "cluster": to_builtins(cluster),
             "recommendation": recommendation(cluster, outcomes),
-            "policies": [asdict(outcome) for outcome in outcomes],
+            "policies": [to_builtins(outcome) for outcome in outcomes],
         }
         click.echo(json.dumps(body, indent=2))
         return

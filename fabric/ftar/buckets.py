@@ -76,15 +76,13 @@ class Bucket:
 
     def views(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
         """Return the part of ``buffer`` that each parameter's gradient takes, in its shape."""
-        flat = self.view(buffer)
-        views: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
-        start = 0
-        for _, parameter in self.parameters:
-            local = local_part(parameter)
-            stop = start + local.numel()
-            views.append((flat[start:stop].view(local.shape), parameter))
-            start = stop
-        return views
+        local = [local_part(parameter) for _, parameter in self.parameters]
+        sizes = [*(x.numel() for x in local), len(local)]  # the presence lies behind the gradients
+        parts = self.view(buffer).split_with_sizes(sizes)
+        return [
+            (part.view(x.shape), parameter)
+            for part, x, (_, parameter) in zip(parts, local, self.parameters, strict=False)
+        ]
 
 
 class FlatGradients:
@@ -167,24 +165,22 @@ class FlatGradients:
             into[bucket.gap : bucket.begin].zero_()
         presence, flat = bucket.presence(into).fill_(1), bucket.view(into)
         parts: list[torch.Tensor] = []
-        begin = stop = 0  # in the buffer lie elements from ``begin`` to ``stop``, so far
-        for place, ((name, parameter), (view, _)) in enumerate(
-            zip(bucket.parameters, bucket.views(into), strict=True)
-        ):
+        begin = stop = 0  # elements from ``begin`` on lie in the buffer; ``stop`` ends those so far
+        for place, (name, parameter) in enumerate(bucket.parameters):
+            local, start = local_part(parameter), stop
+            stop += local.numel()
             if parameter.grad is None or (name in self.of_one and not is_one):
-                view.zero_()
+                flat[start:stop].zero_()
                 presence[place : place + 1].zero_()
-                stop += view.numel()
                 continue
             gradient = local_part(parameter.grad)
             if in_place and self.scale == 1.0 and _is_flat(gradient):
-                parts += [flat[begin:stop], gradient.detach().view(-1)]
-                begin = stop = stop + view.numel()
+                parts += [flat[begin:start], gradient.detach().view(-1)]
+                begin = stop
                 continue
-            view.copy_(gradient)
+            view = flat[start:stop].view(local.shape).copy_(gradient)
             if self.scale != 1.0:
                 view.mul_(self.scale)
-            stop += view.numel()
         return [part for part in (*parts, flat[begin:]) if part.numel()]
 
     def absent(self, buffer: torch.Tensor) -> frozenset[str]:

@@ -11,8 +11,8 @@ Rings in host memory and device rings send the same headers, with kinds of their
 
 import json
 import struct
-from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from fabric.errors import Mismatch, ProtocolError
@@ -39,8 +39,7 @@ _MAX_WHY_CHARACTERS = 300
 Payload = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeSpec:
+class ExchangeSpec(msgspec.Struct, frozen=True):
     """One exchange; all its members must agree on every field."""
 
     epoch: int
@@ -59,8 +58,7 @@ class ExchangeSpec:
         return (self.epoch, self.step, self.exchange)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkHeader:
+class ChunkHeader(msgspec.Struct, frozen=True):
     """The header of one chunk."""
 
     spec: ExchangeSpec

@@ -15,6 +15,7 @@ members and chunk size, so members that disagree about any of these must fail an
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -51,8 +52,8 @@ class RingPiece:
 class Schedule:
     """The pieces that one member sends and receives, in order."""
 
-    sends: list[RingPiece]
-    receives: list[RingPiece]
+    sends: tuple[RingPiece, ...]
+    receives: tuple[RingPiece, ...]
 
     @property
     def free(self) -> int:
@@ -68,6 +69,7 @@ def segment_bounds(length: int, world: int) -> list[tuple[int, int]]:
     return [(edges[i], edges[i + 1]) for i in range(world)]
 
 
+@lru_cache(maxsize=256)  # a model's buckets are the same in each step
 def schedule(
     length: int, world: int, position: int, chunk_elements: int, group: int = 0, cut: int = 0
 ) -> Schedule:
@@ -93,7 +95,7 @@ def _pieces(
     group: int,
     cut: int,
     arrivals: dict[tuple[int, int], int],
-) -> list[RingPiece]:
+) -> tuple[RingPiece, ...]:
     world = len(bounds)
     rows = []
     for hop in range(2 * (world - 1)):
@@ -101,7 +103,7 @@ def _pieces(
         lows = [*range(start, min(stop, cut), chunk), *range(max(start, cut), stop, chunk)]
         for number, (low, high) in enumerate(zip(lows, [*lows[1:], stop], strict=False)):
             rows.append((number // group if group else 0, hop, low, high))
-    return [
+    return tuple(
         RingPiece(
             sequence,
             hop,
@@ -113,4 +115,4 @@ def _pieces(
             needs=arrivals.get((hop, low), -1),
         )
         for sequence, (_, hop, low, high) in enumerate(sorted(rows))
-    ]
+    )

@@ -12,14 +12,16 @@ so a job of many ranks is not watched by rank.
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
 from statistics import median
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.health.alarm import CusumAlarm, Row, dot, inverse, solve, spread
 from fabric.health.localise import SLOW, Scope, Slowdown, Unit, localise
 from fabric.health.work import WorkAmount, is_time
-from fabric.model import Member, RankTimes
+from fabric.model import Member, RankTimes, Value
 
 # Predict the time of work: ``seconds = a * tokens + b * squares + c * micro_batches``.
 #
@@ -54,8 +56,7 @@ def _by_samples(work: WorkAmount) -> Row:
     return [work.samples, 0.0, float(work.micro_batches)]
 
 
-@dataclass(slots=True)
-class LinearFit:
+class LinearFit(Struct):
     """Coefficients over scaled features, and the state of the recursive fit."""
 
     scales: Row
@@ -304,8 +305,7 @@ class Settling:
         return len(self._newest) == SETTLED and max(self._newest) <= AGREES * min(self._newest)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSpeed:
+class ReplicaSpeed(Value):
     """The measured speed of one replica."""
 
     replica: str
@@ -327,8 +327,7 @@ class ReplicaSpeed:
 EXPLAINS = 0.25
 
 
-@dataclass(slots=True)
-class RankHistory:
+class RankHistory(Struct):
     """The times of one rank in the newest steps, and its models."""
 
     number: int  # rank within the replica
@@ -336,8 +335,7 @@ class RankHistory:
     waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
 
-@dataclass(slots=True)
-class _Replica:
+class _Replica(Struct):
     """The detector's memory of one process of a replica."""
 
     replica: str

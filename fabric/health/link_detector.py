@@ -6,10 +6,11 @@ waits while the sender is late. A link that was slow in the warm-up is not seen.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import islice
 from statistics import median
+
+from msgspec import Struct, field
 
 from fabric.health.detector import UnitDetector
 from fabric.health.localise import MANY, Scope, Slowdown, Unit
@@ -22,8 +23,7 @@ FLOOR_S = 0.02  # added to every time, so that differences well below it do not 
 _ONE = WorkAmount(1.0)  # each step brings the same bytes
 
 
-@dataclass(slots=True)
-class _Link:
+class _Link(Struct):
     """A link of the ring."""
 
     detector: UnitDetector
@@ -32,8 +32,7 @@ class _Link:
     steps: int = 0  # steps that were observed
 
 
-@dataclass(slots=True)
-class LinkDetector:
+class LinkDetector(Struct):
     """Watches the link from each member of a ring to the next member."""
 
     _next: dict[str, tuple[ReplicaProcess, ReplicaProcess]] = field(default_factory=dict)  # by sender

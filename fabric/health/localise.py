@@ -6,16 +6,16 @@ that have failed are left out: a failure comes before a slowdown.
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
+
+from fabric.model import Value
 
 SLOW = 1.10  # a unit is slow above this factor over the equal units of other replicas
 MANY = 64  # a unit is compared with about this many equal units
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Unit:
+class Unit(Value, order=True):
     """One device of a job."""
 
     replica: str
@@ -33,8 +33,7 @@ class Scope(StrEnum):
     JOB = "job"
 
 
-@dataclass(frozen=True, slots=True)
-class Slowdown:
+class Slowdown(Value):
     """One slow rank, stage, link, replica or job, with the evidence."""
 
     scope: Scope

@@ -11,10 +11,11 @@ import heapq
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from fabric.model import apportion
+from msgspec.structs import replace
+
+from fabric.model import Value, apportion
 
 # The fastest speed as an integer: integers divide exactly, and equally on every host.
 _UNIT = 1 << 40
@@ -74,8 +75,7 @@ def select_group(speeds: Sequence[float], sizes: Iterable[int]) -> tuple[int, ..
     return tuple(sorted(fastest[:best]))
 
 
-@dataclass(frozen=True, slots=True)
-class StageLayout:
+class StageLayout(Value):
     """The stages of one replica. A replica without a pipeline has one stage."""
 
     groups: tuple[tuple[int, ...], ...]  # stage -> the ranks that work there
@@ -101,16 +101,14 @@ class StageLayout:
         return math.fsum(times) + (micro_batches - 1) * max(times)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCut:
+class ModelCut(Value):
     """The layouts into which the script of the slow replica can cut the model."""
 
     sizes: tuple[int, ...] = ()  # other numbers of ranks that a replica of one stage may have
     can_repartition: bool = False  # whether the script can build other splits of the layers
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaHealth:
+class ReplicaHealth(Value):
     """The planner's knowledge of one replica: its layout and its measured speeds."""
 
     replica: str
@@ -140,8 +138,7 @@ REJOIN_S = 60.0  # how long a replica that changes its layout is away
 HORIZON_S = 3600.0  # a remedy must gain back its cost within this many seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Remedy:
+class Remedy(Value):
     """One action, and why."""
 
     kind: RemedyKind
@@ -175,8 +172,7 @@ def propose(
     return tuple(sorted(possible, key=lambda x: (order.index(x.kind), -x.gain, x.replica)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fleet:
+class _Fleet(Value):
     """The replicas that take part in steps, by name, each in one layout."""
 
     total: int  # total number of micro-batches

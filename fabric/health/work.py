@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from fabric.model import Value
 
 
-@dataclass(frozen=True, slots=True)
-class WorkAmount:
+class WorkAmount(Value):
     """The work of one micro-batch, or the sum over several."""
 
     tokens: float  # tokens, or another declared amount; without a declaration, the number of samples

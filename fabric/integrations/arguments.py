@@ -170,7 +170,7 @@ def unequal_optimizer(kind: str) -> str:
 
 def settings_among(arguments: Mapping[str, Any]) -> Settings:
     """Return this replica's settings; those among the ``arguments`` of ``attach`` replace the environment."""
-    return config.settings(**{name: x for name, x in arguments.items() if name in Settings.__slots__})
+    return config.settings(**{name: x for name, x in arguments.items() if name in Settings.__struct_fields__})
 
 
 _log = logging.getLogger("fabric")

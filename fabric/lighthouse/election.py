@@ -24,9 +24,11 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.model import Value
 from fabric.runtime.system_calls import seconds_since_boot
 from fabric.runtime.tasks import BackgroundLoop
 from fabric.store.base import Compare, KeyValue, Lease, Operation, Put, Store, settle_store_id
@@ -49,8 +51,7 @@ _RETRY_S = (0.05, 1.0)
 _MAX_VALUE_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Value):
     """One lighthouse process: its random id, and the base URL at which others reach it."""
 
     id: str
@@ -98,8 +99,7 @@ class Term:
         self._resign(self, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class ElectionHooks:
+class ElectionHooks(Value):
     """The callbacks of an election; the loop calls them at once and in order."""
 
     elected: Callable[[Term], None]  # called when this process begins to lead
@@ -382,8 +382,7 @@ _WRITE_EVERY_S = 10.0
 _WRITE_ANSWER_S = 5.0
 
 
-@dataclass(slots=True)
-class StoreProbe:
+class StoreProbe(Struct):
     """``refusal``: the store's message if it refused the last write, else empty.
 
     A read is tried at most once in ``every_s``. A request waits for it at most ``patience_s``, because

@@ -14,8 +14,9 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import field
 
 from fabric.errors import ConfigError, FabricError, StoreUnavailable
 from fabric.lighthouse.connections.validation import MOST_REPLICAS, check_name
@@ -33,6 +34,7 @@ from fabric.lighthouse.http.routes import LighthouseParts, make_app
 from fabric.lighthouse.http.tokens import Tokens
 from fabric.lighthouse.jobs.jobs import Jobs, Quotas
 from fabric.lighthouse.telemetry import LighthouseMetrics, Traces
+from fabric.model import Value
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.runtime.config import supervisor
 from fabric.runtime.http.http_service import check_exposure, serve, url_host
@@ -95,8 +97,7 @@ _SHUTDOWN_S = 2.0
 _STORE_RETRY_S = (0.1, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class LighthouseSettings:
+class LighthouseSettings(Value):
     """``store``: its URL; ``store_access``: the credentials for it. ``bind``, ``port`` (or a range): where to
     listen; ``advertise``: the base URL that others use, empty for the bound address. ``namespace`` separates
     several fabrics in one store. ``tls``: the certificates of its HTTP. ``ready_file`` is written once

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from fabric.errors import ConfigError
 from fabric.health.localise import Scope
 from fabric.lighthouse.history.recovery import CAPACITY, DOWN, NAMED, Absence, RecoveryRecord
-from fabric.model import HostFailure
+from fabric.model import HostFailure, Value
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -29,8 +29,7 @@ _RECOVERY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 _PREFIX = "fabric_lighthouse_"
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaTrouble:
+class ReplicaTrouble(Value):
     """A trouble of one replica. ``why`` does not change while the trouble lasts."""
 
     replica: str

@@ -6,10 +6,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from functools import partial
 
-from fabric.model import Member, apportion
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from fabric.model import Member, Value, apportion
 from fabric.plan.closed_forms import (
     availability,
     best_redundancy,
@@ -37,8 +39,7 @@ SHRINK_S = 0.1
 _FEW = 32
 
 
-@dataclass(slots=True)
-class CheckpointRestart(FailurePolicy):
+class CheckpointRestart(Struct, FailurePolicy):
     """Synchronous training: every failure restarts all groups from the last checkpoint.
 
     ``interrupts``: whether a failure ends the step at once; otherwise it is noticed at the exchange.
@@ -48,8 +49,7 @@ class CheckpointRestart(FailurePolicy):
     label: str = "checkpoint and restart"
 
 
-@dataclass(slots=True)
-class Replication(FailurePolicy):
+class Replication(Struct, FailurePolicy):
     """Traditional replication: the r groups of a block all compute its r types, in every step."""
 
     redundancy: int
@@ -72,8 +72,7 @@ class Replication(FailurePolicy):
         return None if 0 in self._left else MaskingCost(0.0, 0, SHRINK_S)
 
 
-@dataclass(slots=True)
-class SPARePolicy(FailurePolicy):
+class SPARePolicy(Struct, FailurePolicy):
     """SPARe: stacked shards with adaptive reordering, by the trainers' functions
     (`fabric.protocol.rules.spare`).
 
@@ -106,8 +105,7 @@ class SPARePolicy(FailurePolicy):
         return MaskingCost(patch.slots, workers, SHRINK_S)
 
 
-@dataclass(slots=True)
-class FtHsdp(FailurePolicy):
+class FtHsdp(Struct, FailurePolicy):
     """FT-HSDP (arXiv 2602.00277): survivors stall, go on with a smaller global batch, and readmit the dead
     replica.
 
@@ -138,8 +136,7 @@ class FtHsdp(FailurePolicy):
         return self.rejoin_stall_s
 
 
-@dataclass(slots=True)
-class ConstantBatch(FailurePolicy):
+class ConstantBatch(Struct, FailurePolicy):
     """This project's policy: the global batch stays equal; survivors compute the dead groups' micro-batches.
 
     Every group can read every shard. After a failed round the survivors keep their gradients and compute the
@@ -209,8 +206,7 @@ def process_pool(workers: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(max(1, workers), mp_context=multiprocessing.get_context("spawn"))
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Value):
     """A mean over seeds and the half width of its 95 % confidence interval (0 for one seed)."""
 
     mean: float
@@ -225,8 +221,7 @@ class Estimate:
         return cls(statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values)))
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyOption:
+class PolicyOption(Value):
     """A policy with its settings for one cluster.
 
     ``make`` returns a new policy object for each run. ``settings``: such as "checkpoint every 15 steps".
@@ -238,8 +233,7 @@ class PolicyOption:
     make: Callable[[], FailurePolicy]
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyResult:
+class PolicyResult(Value):
     """One option over all seeds.
 
     ``effective``: effective training time, 0 to 1. ``time_to_train``: a multiple of the ideal job's.

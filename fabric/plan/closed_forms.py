@@ -5,7 +5,8 @@ restart. Scalars in, scalars out. The arguments are those of a valid `Cluster`.
 """
 
 import math
-from dataclasses import dataclass
+
+from fabric.model import Value
 
 
 def stack_depth_bound(groups: int, failures: int) -> int:
@@ -46,8 +47,7 @@ def availability(interval_s: float, save_s: float, up_s: float, restart_s: float
     return up_s * (1 - save_s / interval_s) / (up_s + restart_s + interval_s / 2)
 
 
-@dataclass(frozen=True, slots=True)
-class JointOptimum:
+class JointOptimum(Value):
     """A redundancy with its best checkpoint interval."""
 
     redundancy: int

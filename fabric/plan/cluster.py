@@ -1,8 +1,8 @@
 """A cluster and its job as users describe them, and the published clusters as presets."""
 
 import math
-from dataclasses import dataclass
 
+from fabric.model import Value
 from fabric.plan.engine import SimulatedJob
 from fabric.plan.failures import FailureModel, Fixed, Lemons, Racks, Repair, WeibullRenewal, weibull
 
@@ -10,8 +10,7 @@ ARRIVALS = ("poisson", "weibull", "fixed", "lemons", "racks")
 DAY_S = 86400.0
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(Value):
     """A cluster and its job. Times in seconds, sizes in bytes."""
 
     gpus: int

@@ -15,15 +15,15 @@ Assumptions that all policies share:
 
 import heapq
 import math
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
+from fabric.model import Value
 from fabric.plan.failures import FailureModel, Repair, Units
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedJob:
+class SimulatedJob(Value):
     """A job for the simulator. Times in seconds."""
 
     groups: int  # number of groups, the units of failure
@@ -50,8 +50,7 @@ class SimulatedJob:
         return self.steps * self.step_s
 
 
-@dataclass(frozen=True, slots=True)
-class MaskingCost:
+class MaskingCost(Value):
     """The cost of a failure that the policy masks; the groups then repeat the exchange."""
 
     slots: float  # additional slots that the busiest survivor computes
@@ -103,8 +102,7 @@ class FailurePolicy:
         return False
 
 
-@dataclass(slots=True)
-class TimeLedger:
+class TimeLedger(Struct):
     """How the time was spent, in seconds; the fields add up to ``total_s``."""
 
     training_s: float = 0.0  # at most one slot and one exchange per step, times the step's progress

@@ -10,14 +10,13 @@ import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fabric.model import counted
+from fabric.model import Value, counted
 
 Times = NDArray[np.float64]
 Units = NDArray[np.intp]
@@ -45,8 +44,7 @@ class FailureModel(Protocol):
         """Return clocks of ``units`` that all start at second 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeibullRenewal:
+class WeibullRenewal(Value):
     """Independent units with Weibull times between failures; a unit that comes back starts a new time.
 
     ``scale_s``: Weibull scale of one unit. ``shape``: below 1 most failures come soon after a return. With
@@ -66,8 +64,7 @@ def weibull(system_mtbf_s: float, units: int, shape: float = 0.78) -> WeibullRen
     return WeibullRenewal(system_mtbf_s * units / math.gamma(1 + 1 / shape), shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Lemons:
+class Lemons(Value):
     """Poisson failures in which a share of the units fails ``factor`` times as often as the others.
 
     ``unit_mtbf_s`` is the inverse of the mean failure rate of all units; ``share`` is 0 to 1.
@@ -84,8 +81,7 @@ class Lemons:
         return FailureClocks(units, lambda which, at: at + rng.exponential(mtbf_s[which]))
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed:
+class Fixed(Value):
     """A failure exactly every ``interval_s``; the units fail in turn."""
 
     interval_s: float
@@ -95,8 +91,7 @@ class Fixed:
         return Trace(turn, units * self.interval_s).clocks(units, rng)
 
 
-@dataclass(frozen=True, slots=True)
-class Racks:
+class Racks(Value):
     """Poisson failures of single units, and Poisson failures of all units of a rack at one instant.
 
     ``per_rack``: units in a rack. ``correlated``: share of the unit failures that rack failures cause, 0 to
@@ -130,8 +125,7 @@ class Racks:
         return FailureClocks(units, after)
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(Value):
     """Recorded failures; the trace repeats after ``span_s``.
 
     A unit of the trace stands for the job's unit with its number modulo the number of the job's units.
@@ -172,8 +166,7 @@ class Trace:
         return FailureClocks(units, after, -1.0)  # the first event may be at second 0
 
 
-@dataclass(frozen=True, slots=True)
-class Repair:
+class Repair(Value):
     """How long a failed unit is away, in seconds: a fixed least time plus a log-normal part.
 
     ``least_s``: the least time of a restart. ``median_s`` and ``sigma`` describe the log-normal part; a
@@ -217,8 +210,7 @@ def read_trace(path: Path) -> Trace:
     return _trace(rows, path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
+class _Event(Value):
     at_s: float
     unit: str
     begins: bool
@@ -292,8 +284,7 @@ def _trace(events: Sequence[_Event], path: Path) -> Trace:
     return Trace(tuple(failures), span_s, tuple(repairs))
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveryPhases:
+class RecoveryPhases(Value):
     """A job's recovery records in five numbers; times are medians in seconds."""
 
     failures: int  # number of deaths

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from html import escape
 
+from msgspec.structs import replace
+
+from fabric.model import Value
 from fabric.plan import closed_forms
 from fabric.plan.advice import PARTS, PolicyResult, compare, options_for, recommendation, replication_cost
 from fabric.plan.cluster import Cluster
@@ -16,8 +18,7 @@ _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _SWEEP_STEPS = 600
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
+class Sweep(Value):
     """A plot over one quantity: ``lines[name]`` are (x, y) points; x has a logarithmic scale."""
 
     title: str

@@ -10,11 +10,13 @@ that is lost keeps its number only until a spare host stands by.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
+
+from fabric.model import Value
 
 MAX_NODES = 1024
 MAX_RANKS_OF_HOST = 64
@@ -35,8 +37,7 @@ _Text = Annotated[str, Meta(max_length=300)]
 _Word = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-@dataclass(frozen=True, slots=True)
-class NodeEnd:
+class NodeEnd(Value):
     """How ranks of an attempt ended: those of one host, or of all."""
 
     codes: Annotated[dict[_Rank, int], Meta(max_length=MAX_RANKS_OF_HOST)]  # exit code by rank of the replica
@@ -52,8 +53,7 @@ class NodeEnd:
         return not self.lost and set(self.codes.values()) == {0}
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSays:
+class NodeSays(Value):
     """One launcher's words about itself."""
 
     id: _Word  # of this process, so that one that replaces it is another
@@ -90,8 +90,7 @@ class NodeSays:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class HostRow:
+class HostRow(Value):
     """One host of a replica of several hosts, as people see it."""
 
     id: str  # of its launcher; empty where none is known
@@ -104,8 +103,7 @@ class HostRow:
     replica: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeOrder:
+class NodeOrder(Value):
     """An order to one launcher.
 
     "wait" for an order, "start" its ranks, let them "run", "stop" them, or "judge" how the attempt ``ended``.
@@ -129,8 +127,7 @@ class NodeOrder:
         return (self.do, self.run, self.why)
 
 
-@dataclass(slots=True)
-class _Launcher:
+class _Launcher(Struct):
     """One launcher as it was heard last."""
 
     says: NodeSays
@@ -146,8 +143,7 @@ class _Launcher:
         return self.silent_s(now) <= (BROKEN_S if self.is_broken else SUSPECT_S)
 
 
-@dataclass(slots=True)
-class _Attempt:
+class _Attempt(Struct):
     """The newest attempt of which any launcher has said something."""
 
     number: int

@@ -13,12 +13,13 @@ rank 0 has one link to it, that of the host's first rank: its ``HostVoice`` sums
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from fabric.errors import IllegalTransition, ProtocolError
 from fabric.exit_codes import FAILED, RESTART
-from fabric.model import Record
+from fabric.model import Record, Value
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import (
@@ -50,24 +51,21 @@ _MAX_ROUNDS = 8
 _MAX_MEMBERS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class EndReplica:
+class EndReplica(Value):
     """The shell ends this replica, for example because a lighthouse refuses it."""
 
     code: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToOthers:
+class ToOthers(Value):
     """Let every rank but 0 perform these commands, in their order."""
 
     commands: tuple[RankCommand, ...]
     own: tuple[Own, ...] = ()  # by rank, also 0, what the only command says to it alone; empty: nothing
 
 
-@dataclass(frozen=True, slots=True)
-class ToSelf:
+class ToSelf(Value):
     """Perform this command here, at rank 0."""
 
     command: RankCommand

@@ -15,12 +15,15 @@ import re
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from msgspec import field
+from msgspec.structs import replace
+
 from fabric.errors import ConfigError
+from fabric.model import Value
 from fabric.protocol.rules.adaptive_timeout import problem
 from fabric.runtime.guarded_processes import MARK
 from fabric.runtime.http.http_service import parse_ports, read_token
@@ -39,8 +42,7 @@ from fabric.runtime.rank_layout import RankLayout, is_count, parse_layout
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Supervisor:
+class Supervisor(Value):
     """The systemd that supervises this service, if any."""
 
     address: str = ""  # address of systemd's datagram socket, empty for none
@@ -134,8 +136,7 @@ _WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Value):
     """The settings of one trainer; each field is an environment variable too, see ``settings``."""
 
     job: str = "job"  # name of the training run
@@ -249,16 +250,14 @@ class Settings:
         return b"" if self.token_file is None else read_token(self.token_file).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(Value):
     """The time between two snapshots or checkpoints: ``steps``, or ``seconds`` where that is 0."""
 
     steps: int = 0
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class DurableRule:
+class DurableRule(Value):
     """When durable checkpoints are written, as ``durable_every`` says."""
 
     every: Interval
@@ -361,8 +360,8 @@ def settings(environment: Mapping[str, str] = os.environ, **arguments: Any) -> S
     Raises ConfigError naming the variable, for values that cannot be used and for unknown variables.
     """
     refuse_unknown_variables(environment)
-    names = {f.name: f.type for f in fields(Settings)}
-    unknown = set(arguments) - set(names)
+    names = Settings.__struct_fields__
+    unknown = set(arguments).difference(names)
     if unknown:
         wrong = sorted(unknown)[0]
         if wrong in _REPLACED:
@@ -389,7 +388,7 @@ def refuse_unknown_variables(environment: Mapping[str, str] = os.environ) -> Non
 
     It names the nearest one. An empty variable counts as not set.
     """
-    variables = {_variable(field.name) for field in fields(Settings)}
+    variables = set(map(_variable, Settings.__struct_fields__))
     services = tuple(name.removesuffix(_SERVICE) for name in environment if name.endswith(_SERVICE))
     for name in sorted(name for name, text in environment.items() if text and name.startswith(PREFIX)):
         is_of_service = any(

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
-from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from fabric.errors import ConfigError
+from fabric.model import Value
 from fabric.runtime.system_calls import create_memfd
 
 MAX_RANKS = 4096
@@ -13,8 +15,7 @@ _MAX_LAYERS = 100_000
 _FORM = "give words such as ranks=8,tp=2,layers=5+2+5+4"
 
 
-@dataclass(frozen=True, slots=True)
-class RankLayout:
+class RankLayout(Value):
     """How one replica's model is spread over its ranks."""
 
     ranks: int = 0  # processes of the replica; 0: as many as the launcher starts
@@ -99,16 +100,14 @@ _NAME = "fabric-layouts"
 _MOST_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutOffer:
+class LayoutOffer(Value):
     """The layouts that a launcher can start."""
 
     allowed: tuple[str, ...] = ()  # the preferred layout first; empty: no launcher takes orders
     refused: tuple[str, ...] = ()  # layouts that the script has refused
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutOrder:
+class LayoutOrder(Value):
     """The layout in which a replica comes back."""
 
     layout: RankLayout

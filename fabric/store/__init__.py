@@ -4,9 +4,10 @@
 ``sqlite_file`` (all lighthouses on one machine) and ``etcd`` with ``etcd_http``.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from msgspec.structs import replace
 
 from fabric.errors import ConfigError
 from fabric.store.base import Store

@@ -18,10 +18,10 @@ the holder's own key protects every write.
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from fabric.errors import LeaseGone, StoreError, StoreIndefinite
+from fabric.model import Value
 
 # The key under which ``Store.connect`` keeps the store's random id.
 STORE_ID_KEY = "/fabric/store-id"
@@ -36,8 +36,7 @@ MAX_COMPARES = 60
 MAX_LISTED_KEYS = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class KeyValue:
+class KeyValue(Value):
     """One key as it was read; ``lease`` is 0 for a key without a lease. Revisions start at 1."""
 
     key: str
@@ -47,8 +46,7 @@ class KeyValue:
     lease: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Compare:
+class Compare(Value):
     """A guard: the key's revisions must be exactly these; 0 means that the key does not exist.
 
     Raises ValueError when it names no revision.
@@ -67,8 +65,7 @@ class Compare:
         return self.create_revision in (None, create_revision) and self.mod_revision in (None, mod_revision)
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(Value):
     """Set a key; ``lease`` 0 detaches it from any lease it had."""
 
     key: str
@@ -76,8 +73,7 @@ class Put:
     lease: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(Value):
     """Remove a key; a missing key is not an error, and no change."""
 
     key: str
@@ -86,8 +82,7 @@ class Delete:
 Operation = Put | Delete
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Value):
     """A lease and the TTL that was granted, in seconds, which may be longer than was asked for."""
 
     id: int

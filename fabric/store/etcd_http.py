@@ -17,7 +17,6 @@ The size of an answer is checked before memory is taken. No exception of aiohttp
 import io
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +24,7 @@ import aiohttp
 import msgspec
 
 from fabric.errors import ConfigError, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.model import Value
 from fabric.runtime.http.tls import RenewedContext
 from fabric.store.base import (
     STORE_ID_KEY,
@@ -117,8 +117,7 @@ _BAD_RELEASES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayFailure:
+class GatewayFailure(Value):
     """An answer that is an error: ``code`` is gRPC's, or None where the answer has none."""
 
     code: int | None
@@ -214,8 +213,7 @@ def version_warning(version: object) -> str | None:
 _MAX_PASSWORD_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class EtcdAccess:
+class EtcdAccess(Value):
     """``tls``: speak TLS, trusting ``ca_file`` (PEM; None: the system's). ``cert_file`` and ``key_file``: our
     own certificate, where the etcd asks for one (mTLS). ``user`` and ``password_file``: etcd's own users.
 

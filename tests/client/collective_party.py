@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
+from msgspec.structs import replace
 from protocol.makers import record_of
 
 from fabric.client.collectives.collectives import CollectiveMembers, Collectives, SessionCollectives

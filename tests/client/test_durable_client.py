@@ -1,13 +1,14 @@
 """A trainer's use of durable checkpoints: which member writes them and when, and memory before storage."""
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import fsspec
 import pytest
 from ckpt_server.test_durable_format import objects, write_one
 from fsspec import AbstractFileSystem
+from msgspec.structs import replace
 from protocol.makers import record_of
 
 from fabric.ckpt_server.durable.storage import StorageAway

@@ -4,9 +4,9 @@ import json
 import os
 import resource
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of
 
 from fabric.audit.journal import parse_journal

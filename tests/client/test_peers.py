@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from protocol.makers import record_of
 
 from fabric.client.control import link_echo
@@ -46,7 +47,7 @@ class Party:
 
 def of(*members):
     found = record_of(" ".join(x.replica for x in members), epoch=1)
-    return type(found)(**{**{f: getattr(found, f) for f in found.__dataclass_fields__}, "roster": members})
+    return structs.replace(found, roster=members)
 
 
 @pytest.fixture

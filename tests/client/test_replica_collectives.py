@@ -1,12 +1,12 @@
 """Collectives between replicas over real links, with real threads: results, failures, repeated calls."""
 
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from client.collective_party import Parties
+from msgspec.structs import replace
 from protocol.makers import record_of
 from protocol.test_member import holding
 

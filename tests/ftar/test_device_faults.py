@@ -5,8 +5,8 @@ import signal
 import socket
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -201,7 +201,7 @@ def test_a_member_that_cannot_open_the_memory_gets_bytes(peer):
 
 def chunk(sequence: int = 0, size: int = CHUNK, **changes) -> ChunkHeader:
     spec = ExchangeSpec(epoch=1, step=0, exchange=0, world=2, dtype=1, length=4000)
-    return ChunkHeader(replace(spec, **changes), DEVICE_REDUCE, 1, sequence, size)
+    return ChunkHeader(msgspec.structs.replace(spec, **changes), DEVICE_REDUCE, 1, sequence, size)
 
 
 TCP = pytest.mark.parametrize("peer", [{"shares": False}], indirect=True)

@@ -1,11 +1,11 @@
 """The planner: which remedies it proposes, with which gain, cost and reason, and what it leaves alone."""
 
 import math
-from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fabric.health.planning import (
     LEAST_GAIN,
@@ -16,6 +16,7 @@ from fabric.health.planning import (
     StageLayout,
     propose,
 )
+from fabric.model import Value
 
 SHARES, REPARTITION, EXCLUSION, DRAIN = RemedyKind
 ALONE = StageLayout(((0,),), (12,))
@@ -24,8 +25,7 @@ GROUP = StageLayout(((0, 1, 2, 3),), (12,))
 PLAIN = ModelCut()
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Value):
     """The arguments of ``propose``."""
 
     replicas: tuple[ReplicaHealth, ...]

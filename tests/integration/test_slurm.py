@@ -1,5 +1,6 @@
 """The Slurm scripts under a real Slurm of several nodes on this host, one of which is killed."""
 
+import json
 import os
 
 import pytest
@@ -11,7 +12,7 @@ from fabric.audit.journal import read_run
 from fabric.audit.summary import judge
 
 ROOT = HERE.parent.parent
-STEPS, HELD_STEP = 20, 5
+STEPS, HELD_STEP, LONG_STEPS = 20, 5, 60
 
 pytestmark = pytest.mark.long("cli/test_launch.py")
 
@@ -23,10 +24,10 @@ importlib.import_module(os.environ["TRAINER"]).main()
 """
 
 
-def begin(job: Job, slurm: SlurmCluster, trainer: str, *options: str) -> str:
+def begin(job: Job, slurm: SlurmCluster, trainer: str, *options: str, **more: str) -> str:
     """Submit the script with ``options`` on all nodes; return the job's number in its step HELD_STEP.
 
-    It goes on when the file ``gate`` exists."""
+    It goes on when the file ``gate`` exists. ``more``: further variables of the job."""
     folder = job.folder
     programs = folder / "bin"
     programs.mkdir(parents=True)
@@ -44,6 +45,7 @@ def begin(job: Job, slurm: SlurmCluster, trainer: str, *options: str) -> str:
         "TINY_STEPS": str(STEPS),
         "PYTHONPATH": SEARCH_PATH,
         "TRAINER": trainer,
+        **more,
     }
     words = ["sbatch", "--parsable", f"--nodes={len(slurm.nodes)}", f"--chdir={folder}", "--output=out.log"]
     number = slurm.run(*words, str(ROOT / "ops/slurm/train.sbatch"), *options, **settings).strip()
@@ -51,12 +53,12 @@ def begin(job: Job, slurm: SlurmCluster, trainer: str, *options: str) -> str:
     return number
 
 
-def end(job: Job, slurm: SlurmCluster, number: str) -> str:
-    """Let the job go on; return its output, when Slurm says that it is complete."""
+def end(job: Job, slurm: SlurmCluster, number: str, state: str = "COMPLETED") -> str:
+    """Let the job go on; return its output, when Slurm says that it has ended in this state."""
     (job.folder / "gate").touch()
     job.wait_for(lambda: slurm.field(number, "JobState") not in ("RUNNING", "COMPLETING"), "the job's end")
     output = (job.folder / "out.log").read_text()
-    assert slurm.field(number, "JobState") == "COMPLETED", output
+    assert slurm.field(number, "JobState") == state, output
     assert slurm.field(number, "ExitCode") == "0:0"
     return output
 
@@ -89,3 +91,26 @@ def test_a_replica_of_two_nodes_loses_one_and_the_other_replica_finishes(zygote,
         verdict = judge(read_run(job.folder))
         assert list(verdict.broken) == ["r1 did not finish."]
         assert (verdict.summary.steps, verdict.summary.steps_lost) == (STEPS, 0)
+
+
+@pytest.mark.parametrize("killed", ["node4", "node1"])
+def test_a_spare_node_takes_the_place_of_a_killed_one_and_both_replicas_finish(zygote, tmp_path, killed):
+    """The script itself runs on node1, so without it node2 ends the job."""
+    with SlurmCluster(tmp_path / "slurm", nodes=5) as slurm, Job(zygote, tmp_path / "job") as job:
+        slurm.environment |= {"LAUNCHED_NOTES": os.devnull, "GLOO_SOCKET_IFNAME": "lo"}
+        # The trainers leave an absent replica time to come back.
+        steps = {"TINY_STEPS": str(LONG_STEPS), "TINY_PATIENT_STEPS": str(LONG_STEPS - HELD_STEP)}
+        number = begin(job, slurm, "launched_trainer", "--nodes-per-replica", "2", **steps)
+        job.wait_for(lambda: job.events("r1", "commit"), "a step of r1")
+        log = job.folder / "out.log"
+        job.wait_for(lambda: "node2 ends the job if node1 fails" in log.read_text(), "the guard")
+        slurm.kill_node(killed)
+        output = end(job, slurm, number, "CANCELLED" if killed == "node1" else "COMPLETED")
+        verdict = judge(read_run(job.folder))
+        assert not verdict.broken
+        assert (verdict.summary.steps, verdict.summary.steps_lost) == (LONG_STEPS, 0)
+        assert json.loads(job.ask("/v1/jobs/gpt-7"))["complete"]
+        if killed == "node4":
+            assert "replica r1 on node4 was lost with its node" in output
+            for replica, node in (("r0", "node1"), ("r0", "node2"), ("r1", "node3")):
+                assert f"replica {replica} on {node} has finished" in output

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import fabric.client
+from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.errors import ConfigError
 from fabric.integrations.adopt import adoption
 from fabric.integrations.adopt.adopted_data import InputWatch
@@ -22,7 +23,8 @@ class ScriptedSession(fabric.client.Session):
         self.sampler = None
         self.took, self.closed, self.at = [], False, 0
         self.model = None
-        self.handover = SimpleNamespace(resume=lambda step: None)  # no other member draws random numbers
+        self.randomness = UpdateRandomness([])
+        self.handover = SimpleNamespace(resume=self.randomness.begin)
 
     is_writer = True
 
@@ -43,6 +45,7 @@ class ScriptedSession(fabric.client.Session):
         for parameter in self.model.parameters():
             if replayed or parameter.grad is None:
                 parameter.grad = torch.ones_like(parameter)
+        self.randomness.begin(number)
         self.at = number + 1
         self.made.append((number, weight))
         return SimpleNamespace(number=number, replayed=replayed, metrics={})
@@ -64,6 +67,8 @@ def adopt(monkeypatch):
 
         def attach(model, optimizer, **_):
             session.model = model
+            session.randomness = UpdateRandomness([optimizer])
+            session.handover.resume = session.randomness.begin
             return session
 
         monkeypatch.setattr(fabric.client, "attach", attach)
@@ -572,6 +577,37 @@ def test_the_script_may_read_and_change_the_gradient_of_a_step_that_its_loop_goe
     assert [number for number, _ in session.made] == [9, *range(10, 16)]
     assert norms[:9] == [0.0] * 9
     assert [n for n, has_moved in enumerate(moved) if has_moved] == list(range(9, 16))
+
+
+@pytest.mark.parametrize("gradient", ["finite", "infinite"])
+def test_after_each_update_the_loop_draws_by_its_step_and_replica(adopt, gradient):
+    """With an infinite gradient a scaler makes no step, and the update was seeded all the same."""
+    drawn = []
+
+    def script():
+        model, optimizer = make()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        for row in [torch.ones(2)] * 3:
+            scaler.scale(model(row).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            drawn.append(float(torch.rand(())))
+            optimizer.zero_grad()
+
+    class Overflowing(ScriptedSession):
+        def exchange(self, weight=1.0):
+            step = super().exchange(weight)
+            if gradient == "infinite":
+                for parameter in self.model.parameters():
+                    parameter.grad.fill_(torch.inf)
+            return step
+
+    adopt(script, Overflowing())
+    expected = []
+    for step in range(3):
+        seed_everything(0, step + 1, 1)  # that of data slot 1
+        expected.append(float(torch.rand(())))
+    assert drawn == expected
 
 
 def test_a_loop_that_is_ahead_of_the_job_starts_again(adopt):

@@ -5,10 +5,10 @@ import json
 import random
 import re
 import time
-from dataclasses import replace
 
 import pytest
 from lighthouse_support import WireMember, WireStatus, close_all, connect, eventually, headers, start_job
+from msgspec.structs import replace
 from protocol.test_leader import runs, started
 from protocol.test_leader_orders import newcomer
 from rich.console import Console

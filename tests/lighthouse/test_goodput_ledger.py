@@ -3,12 +3,12 @@
 import json
 import re
 import time
-from dataclasses import replace
 
 import pytest
 from in_process import lighthouse_on
 from lighthouse_support import WireMember, close_all, eventually, headers, start_job
 from memory_store import MemorySpace, MemoryStore
+from msgspec.structs import replace
 from test_recovery_records import beat_step
 
 from fabric.errors import ProtocolError

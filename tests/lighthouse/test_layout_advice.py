@@ -1,11 +1,11 @@
 """The lighthouse plans another layout for a replica that stays slow, and orders it from the leader."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from lighthouse.test_slow_ranks import RankedFleet
 from lighthouse.test_slowness import BEFORE, Fleet
+from msgspec.structs import replace
 
 from fabric.cli.status import _slow
 from fabric.lighthouse.diagnosis.remedies import LASTING

@@ -1,8 +1,7 @@
 """Every list, text and number of a message to the lighthouse has a bound."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from fabric.errors import ConfigError, ProtocolError
 from fabric.lighthouse.connections import validation

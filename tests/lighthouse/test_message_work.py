@@ -5,13 +5,13 @@ A quiet machine decodes 2 MiB of JSON in some 30 milliseconds.
 
 import tracemalloc
 import zlib
-from dataclasses import fields, replace
 from typing import get_args
 
 import pytest
 from in_process import TroubledStore, lighthouse_on
 from lighthouse_support import WireMember, WireStatus, close_all, closing, eventually, start_job
 from memory_store import MemorySpace
+from msgspec.structs import fields, replace
 from turn_work import MOST_BYTECODES, counted
 
 from fabric.errors import ProtocolError

@@ -1,10 +1,10 @@
 """A real lighthouse takes its members' settings for the norm, not those of the process that speaks first."""
 
 import signal
-from dataclasses import replace
 
 import pytest
 from lighthouse_support import LighthouseProcess, WireMember, close_all, eventually, get, start_job
+from msgspec.structs import replace
 
 from fabric.protocol.messages import network as m
 

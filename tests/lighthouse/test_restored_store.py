@@ -2,10 +2,10 @@
 
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 from lighthouse_support import LighthouseProcess, WireMember, WireStatus, close_all, start_job
+from msgspec.structs import replace
 
 from fabric.protocol.messages import network as m
 

@@ -9,7 +9,6 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from dataclasses import fields, replace
 from typing import get_args
 
 import aiohttp
@@ -19,8 +18,10 @@ from hypothesis import strategies as st
 from in_process import Instance, TroubledStore, lighthouse_on
 from lighthouse_support import DEADLINE_S, WireMember, start_job
 from memory_store import MemorySpace
+from msgspec.structs import fields, replace
 
 from fabric.lighthouse.connections.validation import MOST_BYTES
+from fabric.model import StepTimes
 from fabric.protocol.leader.liveness import LivenessConfig
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import wire
@@ -36,6 +37,7 @@ FUZZ = settings(
 INTRUDER = "intruder"
 KINDS = list(get_args(m.Message))
 
+# Hypothesis takes a field's default from its signature, and a factory has none.
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 st.register_type_strategy(int, st.integers(-(2**63) + 1, 2**63 - 1))
 JSON = st.recursive(
@@ -150,6 +152,9 @@ def own_world() -> Iterator[World]:
 
 def texts(message: m.Message) -> tuple[str, bytes]:
     return "text", wire.encode(message)
+
+
+st.register_type_strategy(StepTimes, st.builds(StepTimes, waiting_s=..., work=..., sending_s=...))
 
 
 @st.composite

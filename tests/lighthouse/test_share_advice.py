@@ -1,9 +1,10 @@
 """The lighthouse orders shares by speed from the leader, and takes them back when all members are well."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from lighthouse.test_slowness import BEFORE, MICRO_BATCHES, Fleet
+from msgspec.structs import replace
 
 from fabric.cli.status import _slow
 from fabric.lighthouse.diagnosis.slowness import SlownessWatch

@@ -1,9 +1,8 @@
 """The lighthouse names the slow rank of a replica, and shows the speeds of all ranks by step."""
 
-from dataclasses import replace
-
 import pytest
 from lighthouse.test_slowness import BEFORE, Fleet
+from msgspec.structs import replace
 
 from fabric.errors import ProtocolError
 from fabric.health.detector import FIRST_STEPS, KEPT_STEPS, JobDetector

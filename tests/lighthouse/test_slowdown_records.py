@@ -1,7 +1,6 @@
 """A slowdown record has the slow replica, begin and end, evidence, remedies and cost."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from in_process import lighthouse_on
 from lighthouse.test_slowness import BEFORE, Fleet
 from lighthouse_support import WireMember, close_all, eventually, headers, start_job
 from memory_store import MemorySpace, MemoryStore
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from fabric.errors import ProtocolError

@@ -3,10 +3,11 @@
 import math
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from fabric.cli.status import _slow
@@ -62,9 +63,8 @@ class Fleet:
         self.core = SimpleNamespace(
             state=state,
             limits=SimpleNamespace(overrides=OperatorOverrides()),
-            adaptations=SimpleNamespace(
-                mode=self.adapt, held="", layouts=SimpleNamespace(held=""), recent_actions=lambda record: ()
-            ),
+            adaptations=SimpleNamespace(mode=self.adapt, held="", recent_actions=lambda record: ()),
+            relayouts=SimpleNamespace(held=""),
         )
 
     def times(self, name: str, factors: dict[str, float]) -> StepTimes:

@@ -1,8 +1,7 @@
 """Names, policies and messages from outside, checked and bounded before a core hears them."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from fabric.errors import ConfigError, ProtocolError
 from fabric.lighthouse.connections.validation import (

@@ -2,9 +2,9 @@
 
 import random
 import re
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.lighthouse.connections.validation import (
     parse_policy,

@@ -1,12 +1,12 @@
 """The comparison, the presets, the page and the command, as a user meets them."""
 
 import json
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from fabric.cli.main import cli
 from fabric.plan.advice import Estimate, compare, options_for, recommendation, worthwhile_spares

@@ -1,8 +1,7 @@
 """The simulator: its ledger adds up, and each policy does what its definition says."""
 
-import dataclasses
-
 import pytest
+from msgspec import structs
 from papers.published import PlannedRestarts
 
 from fabric.model import Member
@@ -39,13 +38,13 @@ def test_without_failures_a_step_takes_its_slots_and_the_exchange(policy):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.label)
 def test_the_ledger_accounts_for_all_time(policy):
-    job = dataclasses.replace(
+    job = structs.replace(
         QUIET, groups=8, steps=300, jitter=0.05, save_s=5, save_every=10, restart_s=60, restart_fails=True
     )
     ledger = simulate(job, policy, WeibullRenewal(20_000.0, 1.0), seed=3)
     assert ledger.finished
     assert ledger.failures > 0
-    parts = dataclasses.asdict(ledger)
+    parts = structs.asdict(ledger)
     assert sum(parts[name] for name in parts if name.endswith("_s")) == pytest.approx(ledger.total_s)
     # ``training_s`` counts committed progress only, so it equals the ideal time under every policy.
     assert ledger.training_s == pytest.approx(job.ideal_s, rel=0.02)
@@ -59,7 +58,7 @@ def test_equal_seeds_give_equal_ledgers():
 
 
 def test_checkpoint_and_restart_repeats_the_steps_since_the_checkpoint():
-    job = dataclasses.replace(QUIET, save_s=2.0, save_every=10, restart_s=100.0)
+    job = structs.replace(QUIET, save_s=2.0, save_every=10, restart_s=100.0)
     # With steps of 10 s and saves after steps 10, 20, ..., a failure at 253 s loses 3 steps and 9 s.
     ledger = simulate(job, CheckpointRestart(), once(253.0))
     assert ledger.rework_s == pytest.approx(253 - 2 * 102)
@@ -69,7 +68,7 @@ def test_checkpoint_and_restart_repeats_the_steps_since_the_checkpoint():
 
 
 def test_replication_masks_a_failure_and_restarts_when_a_block_is_gone():
-    job = dataclasses.replace(QUIET, save_every=10, save_s=0.0, restart_s=100.0)
+    job = structs.replace(QUIET, save_every=10, save_s=0.0, restart_s=100.0)
     assert simulate(job, Replication(2), once(55.0)).restarts == 0
     pair = Trace(((55.0, 0), (75.0, 1)), 1e10)
     assert simulate(job, Replication(2), pair).restarts == 1
@@ -87,28 +86,28 @@ def test_spare_computes_a_patch_and_then_two_slots():
 
 def test_constant_batch_computes_only_the_micro_batches_of_the_dead():
     # Of 8 micro-batches for 3 survivors the busiest computes 3; of 32 in later steps it computes 11.
-    job = dataclasses.replace(QUIET, repair=Repair(1e9))
+    job = structs.replace(QUIET, repair=Repair(1e9))
     ledger = simulate(job, ConstantBatch(8, stall_s=0.25), once(55.0))
     assert ledger.stall_s == pytest.approx(0.5 + 0.25 + 9 * 3 / 8)
     assert ledger.redundant_s == pytest.approx(94 * 9.0 * 3 / 8)
 
 
 def test_a_repaired_group_comes_back_and_no_group_waits():
-    job = dataclasses.replace(QUIET, repair=Repair(100.0))
+    job = structs.replace(QUIET, repair=Repair(100.0))
     ledger = simulate(job, ConstantBatch(8, stall_s=0.25), once(55.0))
     assert ledger.redundant_s < 10 * 9.0
     assert ledger.recovery_s == 0
 
 
 def test_a_spare_shortens_the_absence():
-    job = dataclasses.replace(QUIET, repair=Repair(500.0), spares=1, spare_join_s=20.0)
+    job = structs.replace(QUIET, repair=Repair(500.0), spares=1, spare_join_s=20.0)
     with_spare = simulate(job, ConstantBatch(8), once(55.0))
-    without = simulate(dataclasses.replace(job, spares=0), ConstantBatch(8), once(55.0))
+    without = simulate(structs.replace(job, spares=0), ConstantBatch(8), once(55.0))
     assert with_spare.redundant_s < without.redundant_s / 5
 
 
 def test_planned_restarts_lose_no_step():
-    job = dataclasses.replace(QUIET, groups=8, steps=400, restart_s=50.0, save_s=1.0)
+    job = structs.replace(QUIET, groups=8, steps=400, restart_s=50.0, save_s=1.0)
     policy = PlannedRestarts(8, restart_below=6)
     ledger = simulate(job, policy, WeibullRenewal(4000.0, 1.0), seed=1)
     assert ledger.restarts > 0
@@ -116,7 +115,7 @@ def test_planned_restarts_lose_no_step():
 
 
 def test_a_job_that_cannot_finish_is_given_up():
-    job = dataclasses.replace(QUIET, save_every=0, give_up_after=5.0)
+    job = structs.replace(QUIET, save_every=0, give_up_after=5.0)
     ledger = simulate(job, CheckpointRestart(), Fixed(50.0))
     assert not ledger.finished
     assert ledger.total_s < 6 * job.ideal_s

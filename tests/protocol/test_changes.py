@@ -2,11 +2,10 @@
 roster.
 """
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from protocol.makers import member_of, record_of, report_of, session_of
 from protocol.test_leader import runs, started
 from protocol.test_member import FIRST, SECOND, running

@@ -1,6 +1,6 @@
 """Two replicas that cannot be members of one job: the sentence says which of their settings differs."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from fabric.protocol.messages.network import OpenSession
 from fabric.protocol.rules.compatibility import incompatibility

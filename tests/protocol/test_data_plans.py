@@ -1,8 +1,7 @@
 """Data that change with the step: whose number of micro-batches counts, and members with unequal data."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of, report_of, session_of
 from protocol.test_member import FIRST, Trainer, contribution, resume_of
 

@@ -1,10 +1,9 @@
 """The resume decision of a forced epoch: single cases, and properties over random reports."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from protocol.makers import record_of, report_of
 
 from fabric.model import Base, DataPlan, Sharing

@@ -1,8 +1,7 @@
 """The voice of a host: what its ranks say becomes one message, and what one rank alone says goes at once."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.test_rank_orders import FIRST
 
 from fabric.errors import ProtocolError

@@ -1,10 +1,12 @@
 """kept_facts.md lists every fact that the leader keeps, whose it is, and when it ends."""
 
-import dataclasses
 import random
 import re
 from pathlib import Path
 
+from msgspec import Struct
+
+from fabric.model import Value
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.leader.state import JobState
 
@@ -28,14 +30,14 @@ NO_FACTS = {
 def is_part(value: object) -> bool:
     """Whether this is a part of the leader with facts of its own."""
     kind = type(value)
-    changes = dataclasses.is_dataclass(kind) and not kind.__dataclass_params__.frozen
+    changes = issubclass(kind, Struct) and not issubclass(kind, Value)
     return kind.__module__.startswith("fabric.protocol") and (changes or isinstance(value, JobState))
 
 
 def facts_of(part: object, known: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return the fields of every part of a leader that are no parts themselves, by class."""
     own = known[type(part).__name__] = []
-    names = [x.name for x in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else list(vars(part))
+    names = part.__struct_fields__ if isinstance(part, Struct) else list(vars(part))
     for name in names:
         value = getattr(part, name)
         if not is_part(value):

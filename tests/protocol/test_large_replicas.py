@@ -1,9 +1,9 @@
 """Replicas of 8,192 ranks: no event may cost work for every rank, and no message may be too long."""
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.connections.validation import MOST_BYTES, decode_session

@@ -1,9 +1,9 @@
 """The leader core, one move at a time: what it writes, announces, waits for and decides."""
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from protocol.makers import member_of, record_of, report_of, session_of
 
 from fabric.model import Base, Policy, RankAddress, Sharing, SnapshotRef

@@ -1,8 +1,7 @@
 """Members' snapshots of one step that differ prove a fault: no newcomer gets one of them on a guess."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of
 from protocol.test_leader import started
 from protocol.test_member import running

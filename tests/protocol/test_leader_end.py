@@ -1,7 +1,6 @@
 """The end of a job: which members must have finished, and which members the leader does not wait for."""
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from protocol.makers import record_of
 from protocol.test_leader import Lighthouse, started
 

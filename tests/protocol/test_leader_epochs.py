@@ -1,9 +1,9 @@
 """The answers of an epoch outlive it, and a session may bring a policy."""
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.model import Policy
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore

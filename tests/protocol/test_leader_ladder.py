@@ -2,9 +2,8 @@
 loaded.
 """
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of, report_of
 from protocol.test_leader import Lighthouse, started
 

@@ -1,8 +1,7 @@
 """The norm of a job's settings: the record and its members, not the process that speaks first."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import member_of, record_of, session_of
 from protocol.test_leader import Lighthouse, started
 

@@ -1,9 +1,9 @@
 """The leader's answers to members with notice, and its work for them."""
 
 import sys
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of
 from protocol.test_leader import Lighthouse, started
 

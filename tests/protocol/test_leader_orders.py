@@ -2,9 +2,8 @@
 reasons sent.
 """
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import member_of, record_of
 from protocol.test_leader import Lighthouse, runs, started
 

@@ -1,9 +1,9 @@
 """Parts of the leader core, each on its own."""
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from protocol.makers import member_of, record_of, session_of
 from protocol.test_leader import Lighthouse, started
 

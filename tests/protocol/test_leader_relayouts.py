@@ -1,8 +1,7 @@
 """The leader's rule 13: when a member leaves for another layout, when it waits, and when the layout ends."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of, session_of
 from protocol.test_leader import Lighthouse, runs
 
@@ -91,7 +90,7 @@ def test_advice_for_an_older_epoch_or_another_process_is_dropped():
     lighthouse = acting()
     advise(lighthouse, epoch=lighthouse.record.epoch - 1)
     advise(lighthouse, incarnation=2)
-    assert not leaving(lighthouse) and lighthouse.core.adaptations.layouts.advice is None
+    assert not leaving(lighthouse) and lighthouse.core.relayouts.advice is None
 
 
 def test_without_unequal_layouts_the_member_stays_and_the_event_says_what_to_set():
@@ -107,9 +106,7 @@ def test_a_veto_keeps_the_layout():
     lighthouse = acting()
     order(lighthouse, "veto", "b")
     advise(lighthouse)
-    assert (
-        not leaving(lighthouse) and "veto keeps the layout of b" in lighthouse.core.adaptations.layouts.held
-    )
+    assert not leaving(lighthouse) and "veto keeps the layout of b" in lighthouse.core.relayouts.held
 
 
 def test_the_last_member_does_not_leave():

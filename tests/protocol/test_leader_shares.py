@@ -1,8 +1,7 @@
 """The leader's rule 12: when it writes unequal shares, when it waits, and when it gives the shares back."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of
 from protocol.test_leader import Lighthouse, runs
 

@@ -5,9 +5,8 @@ A cold start may begin only when no process can commit in the last generation, a
 memory.
 """
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of, session_of
 from protocol.test_leader import Lighthouse, runs, started
 

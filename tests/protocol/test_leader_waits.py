@@ -1,8 +1,7 @@
 """The leader gets the members' waits: stalls, bad links, long user code, blocking joins."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import report_of
 from protocol.test_leader import started
 

@@ -1,7 +1,6 @@
 """The end of a member's loop: its messages, when it may end alone, and when ending is an error."""
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from protocol.makers import record_of
 from protocol.test_member import FIRST, Trainer, contribution, holding, resume_of, running
 

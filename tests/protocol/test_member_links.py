@@ -2,8 +2,7 @@
 outside.
 """
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from protocol.makers import record_of
 from protocol.test_member import FIRST, M, Trainer, contribution, resume_of, running
 

@@ -1,7 +1,6 @@
 """A member with notice: when it saves the state without a leader, and when it takes further steps."""
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from protocol.makers import record_of
 from protocol.test_member import Trainer, contribution, resume_of, vote
 

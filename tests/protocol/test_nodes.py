@@ -6,9 +6,10 @@ The played launchers obey as ``fabric launch`` does; ``tests/lighthouse/test_nod
 import itertools
 import random
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.model import Member, RankAddress
 from fabric.protocol.leader.evidence import host_of

@@ -1,8 +1,7 @@
 """The message about differing states: the first differing entries, with bounded text."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of
 from protocol.test_member import FIRST, contribution, vote
 from protocol.test_member_digests import at_step_1

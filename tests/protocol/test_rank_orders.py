@@ -2,9 +2,8 @@
 event.
 """
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of
 
 from fabric.errors import IllegalTransition, ProtocolError

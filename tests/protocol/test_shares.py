@@ -1,9 +1,9 @@
 """Shares by speed: the same for every roster, at least one micro-batch, and the planner's division."""
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from protocol.makers import member_of, record_of
 
 from fabric.health.planning import micro_batch_shares

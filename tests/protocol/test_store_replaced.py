@@ -1,8 +1,7 @@
 """The control store is wiped or replaced while a job runs, and the job begins another life."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of, session_of
 from protocol.test_leader import Lighthouse
 from protocol.test_member import FIRST, Trainer, contribution, holding, resume_of, running, vote

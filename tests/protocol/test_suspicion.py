@@ -1,8 +1,7 @@
 """The history of failed hosts over days, and its effect on admissions."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from protocol.makers import record_of
 from protocol.test_leader import Lighthouse
 from protocol.test_leader_orders import UNIX_S, led, newcomer, on_hosts, order

@@ -1,9 +1,9 @@
 """Settings: every mistake is one sentence that names the variable."""
 
 import socket
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.errors import ConfigError
 from fabric.runtime import config

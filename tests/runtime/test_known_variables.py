@@ -1,7 +1,5 @@
 """Unknown FABRIC_ variables: each spelling near a setting's name is refused with that name."""
 
-from dataclasses import fields
-
 import pytest
 from click.testing import CliRunner
 
@@ -13,7 +11,7 @@ from fabric.runtime.guarded_processes import MARK
 from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS
 
 GOOD = {"FABRIC_REPLICA": "r0", "FABRIC_LIGHTHOUSE": "http://127.0.0.1:1"}
-NAMES = sorted(f"FABRIC_{f.name.upper()}" for f in fields(Settings))
+NAMES = sorted(f"FABRIC_{name.upper()}" for name in Settings.__struct_fields__)
 
 
 def misspelt(name):

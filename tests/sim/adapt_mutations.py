@@ -1,9 +1,9 @@
 """Deliberate bugs in unequal shares: the worlds of ``adapt_worlds`` must notice each."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from sim.faults import Aims
 
 from fabric.model import Adaptation, Member, MemberSpeed, Record

@@ -4,8 +4,7 @@ Lighthouses fail over in the middle of a plan, and an operator changes the mode 
 come late, twice, for an epoch that is over, for a process that is dead, or to two leaders.
 """
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from sim.faults import Aims
 from sim.share_checks import ShareChecks
 from sim.world import Settings, World

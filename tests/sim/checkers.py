@@ -3,9 +3,9 @@ store's records. The checkers never look into the cores to decide what is right.
 """
 
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
 from sim.server import FLIPPED
 
 from fabric.model import EVERYTHING, Member, Record, Sharing

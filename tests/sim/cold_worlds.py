@@ -5,10 +5,10 @@ Each world has one scripted fault and no other, so that no other fault hides it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sim.checkers import demand
 from sim.clockwork import Process
 from sim.server import FLIPPED

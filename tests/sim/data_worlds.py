@@ -6,9 +6,9 @@ and loads the job's state in the stage that needs it. In the other worlds all re
 middle of a stage, and start again with twice the micro-batches.
 """
 
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from sim.checkers import Checks, demand
 from sim.main_thread import MainThread
 from sim.trainer import Trainer

@@ -4,9 +4,9 @@ stop, or begin again from an earlier state.
 """
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from sim.checkers import demand
 from sim.server import FLIPPED, Server
 from sim.world import Settings, World

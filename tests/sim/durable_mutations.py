@@ -3,9 +3,9 @@ bug.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.model import DURABLE, Base, SnapshotRef
 from fabric.protocol.leader.base_choice import BaseChoice

@@ -6,9 +6,9 @@ All replicas must end in time, with the same final state or with an error. No me
 first end, or wait for an ended loop. A lighthouse that comes back must mark the job complete.
 """
 
-from dataclasses import replace
 from itertools import pairwise
 
+from msgspec.structs import replace
 from sim.checkers import demand
 from sim.trainer import Trainer
 from sim.world import FINISH_LIMIT_S, HEAL_LIMIT_S, World

@@ -41,7 +41,6 @@ class Sum(NamedTuple):
     flipped: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class LaneGradient(Gradient):
     """A rank's part of a reduced gradient. ``digest`` names the round, ``own`` is this rank's summand."""
 

@@ -3,8 +3,7 @@ settings turn replay off. In half of these worlds some sums are not finite, and 
 The worlds also have the faults of plain worlds, and all replicas must still come back.
 """
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from sim.coverage import LATE_REASONS
 from sim.world import World
 

@@ -1,9 +1,9 @@
 """A lighthouse process: takes part in elections, drives the leader core while it leads, serves sessions."""
 
 import random
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+from msgspec.structs import replace
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection, decode, encode
 from sim.store import Reach

@@ -8,8 +8,8 @@ In calm worlds only lighthouses and the store fail, and the leader may evict no 
 
 import itertools
 import re
-from dataclasses import replace
 
+from msgspec.structs import replace
 from sim.checkers import demand
 from sim.world import Settings, World
 

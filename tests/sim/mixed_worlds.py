@@ -3,9 +3,9 @@ up to three lighthouses, digests of the state at few steps, skipped updates, a s
 announces itself. A lighthouse hangs for long, or does not reach the store. Or the store refuses all writes.
 """
 
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from sim.world import Settings, World
 
 STRIKES = ("stuck lighthouse", "store cut", "store full")

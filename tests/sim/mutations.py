@@ -13,10 +13,10 @@ These changes are missing, because they are harmless, or because only unit tests
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sim import ring
 from sim.faults import Aims
 from sim.store import Store

@@ -4,9 +4,8 @@ fail-over or while every session is away. Or replicas ask for unequal numbers of
 No member may be told to end, and no member may wait for members that only another replica needs.
 """
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from sim.checkers import demand
 from sim.lighthouse import Lighthouse
 from sim.trainer import Trainer

@@ -1,9 +1,9 @@
 """Deliberate bugs in penalties and overrides; the worlds of ``order_worlds`` must notice each bug."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from sim.faults import Aims
 
 from fabric.model import Member, Record

@@ -3,8 +3,7 @@ and replicas that fail too often stay out. The worlds also have the faults of pl
 replicas must be back.
 """
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from sim.faults import Aims
 from sim.penalties import Penalties
 from sim.world import World

@@ -5,10 +5,10 @@ few steps have fewer bytes than a state. The faults are those of plain worlds, o
 a host of a replica may also be lost with its memory.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sim.clockwork import Clockwork
 from sim.ranks import RANK_FAULTS, RankWorld
 from sim.world import Settings, World, choose_settings

@@ -3,8 +3,7 @@ has the wrong state, as with a scheduler outside the shared state: the leader mu
 worlds the two states have agreed before, so neither can be called wrong, and the job must stop.
 """
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from sim.checkers import Violation
 from sim.server import FLIPPED
 from sim.world import Settings, World

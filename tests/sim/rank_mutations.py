@@ -1,10 +1,10 @@
 """Deliberate bugs in the ranks of a replica; the worlds of ``ranks`` must notice each bug."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import rank_messages as ro

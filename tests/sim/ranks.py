@@ -7,10 +7,10 @@ of the second host speaks for it. The faults kill and stop ranks and hosts, and 
 """
 
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
 
+from msgspec.structs import replace
 from sim.checkers import demand
 from sim.faults import Aims
 from sim.main_thread import MainThread

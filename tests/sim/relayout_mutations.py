@@ -1,10 +1,10 @@
 """Deliberate bugs in ordered layouts: the worlds of ``relayout_worlds`` must notice each."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sim.faults import Aims
 
 from fabric.model import Adaptation, LayoutChange, Member, Record

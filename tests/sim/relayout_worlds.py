@@ -6,9 +6,10 @@ before, while and after one of them leaves; lighthouses fail over in the middle 
 changes the mode and drains; a spare takes the place of a slow member. In some worlds the store is wiped.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from sim.adapt_worlds import AdaptWorld
 from sim.faults import Aims
 from sim.relayout_checks import LayoutChecks

@@ -6,11 +6,11 @@ with the real cores, codec and ring schedule in virtual time, with a fixed seed.
 exactly, and a change of the protocol shows as a difference of text.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 from sim.world import Settings, World
 
 from fabric.model import Policy, Record
@@ -257,10 +257,10 @@ def told(value: object) -> str:
         return f"Apply step={value.step}" + ("" if value.contributed else " (without a part of its own)")
     if isinstance(value, tuple | list | frozenset | set):
         return "[" + " ".join(told(x) for x in value) + "]"
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    if not isinstance(value, msgspec.Struct):
         return str(value)
     words = [type(value).__name__]
-    for field in dataclasses.fields(value):
+    for field in msgspec.structs.fields(value):
         item = getattr(value, field.name)
         unset = item in (field.default, "", (), None, False) or (item == 0 and field.name != "step")
         in_force = field.name == "ready" and item == value.fence.epoch  # no switch is due

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sim.clockwork import Clockwork, Process
 from sim.network import Connection, End, encode
 
-from fabric.model import Death, JobEnd, SnapshotRef
+from fabric.model import Death, JobEnd, SnapshotRef, Value
 from fabric.protocol.messages.network import TrainerStatus
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ def digest_of(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
+class Gradient(Value):
     """A reduced gradient as symbols: who put in what, in ring order, and the digest of that."""
 
     step: int

@@ -2,8 +2,7 @@
 poison.
 """
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from sim.checkers import Violation
 from sim.faults import Aims
 from sim.trainer import Trainer

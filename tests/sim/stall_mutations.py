@@ -3,9 +3,9 @@
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.model import Fence, Member, Record
 from fabric.protocol.leader import evictions

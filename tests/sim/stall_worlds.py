@@ -3,8 +3,7 @@ thread, or a newcomer's state that does not arrive. Without other faults the oth
 the delay.
 """
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from sim.checkers import demand
 from sim.coverage import STALL_REASONS
 from sim.world import World

@@ -2,10 +2,10 @@
 store elects another lighthouse.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sim.lighthouse import Lighthouse
 from sim.world import Settings, World
 

@@ -6,11 +6,11 @@ status may not say that every member runs. The audit must accept the journals of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import combinations
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
 from sim.adapt_worlds import AdaptWorld
 from sim.checkers import demand
 from sim.data_worlds import CurriculumWorld
@@ -26,7 +26,7 @@ from sim.unequal_worlds import UnequalWorld
 from sim.world import Settings, World
 
 from fabric.lighthouse.diagnosis.status_text import waiting_for
-from fabric.model import Sharing
+from fabric.model import Sharing, Value
 from fabric.protocol.messages import member_events as io
 
 LATEST_S = 6.0  # the end of a fault that a feature adds
@@ -155,8 +155,7 @@ def _later(world: World, act: Callable[[], None]) -> None:
     world.clockwork.at(world.clockwork.between(0.5, 3.0), act)
 
 
-@dataclass(frozen=True)
-class Feature:
+class Feature(Value, dict=True):
     """A feature that a seed may draw: a class of worlds to inherit from, or a change of the made world."""
 
     name: str

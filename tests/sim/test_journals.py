@@ -1,8 +1,7 @@
 """The audit accepts the journals of every simulated world, whichever of a trainer's threads writes first."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from sim.journals import JournaledMain, JournaledTrainer, broken_promises
 from sim.run import KINDS
 from sim.world import World

@@ -1,8 +1,7 @@
 """Worlds with settings and faults that plain worlds lack, and seeds with former false alarms."""
 
-from dataclasses import replace
-
 import sim.ranks
+from msgspec.structs import replace
 from sim import mixed_worlds, noticing
 from sim.world import World, run_seed
 

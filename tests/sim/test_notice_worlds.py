@@ -1,8 +1,7 @@
 """After a notice to every host no committed step is lost, and one member writes; else the job goes on."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from sim import notice_worlds, noticing
 
 from fabric.protocol.leader.orders import OperatorOrders

@@ -6,9 +6,9 @@ of the shipping codec.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from msgspec.structs import replace
 from sim.clockwork import Clockwork, Process
 from sim.links import Links
 from sim.main_thread import MainThread

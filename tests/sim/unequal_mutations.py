@@ -2,10 +2,10 @@
 ``unequal`` must notice each."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.client.state.fetch_thread import PieceFetcher
 from fabric.client.state.state_loader import StateLoader

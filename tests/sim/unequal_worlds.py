@@ -7,10 +7,10 @@ published gradients come from the shipping ``LaneDirectory``, ``RankLanes``, ``S
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from msgspec.structs import replace
 from sim.checkers import Checks, Violation, demand
 from sim.lane_rings import Element, LaneGradient, LaneLinks, LaneRings, Pieces
 from sim.ranks import Following, Heading, Lane, RankMain, RankWorld, _Core

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
 from sim import coverage
 from sim.checkers import Checks, Violation
 from sim.clockwork import Clockwork
@@ -35,8 +36,7 @@ FURTHER_STEPS = 5
 WRONG_CLOCKS = 0.05
 
 
-@dataclass(slots=True)
-class Settings:
+class Settings(Struct):
     """The parameters of a world."""
 
     replicas: int
@@ -56,7 +56,7 @@ class Settings:
     nan_every: int = 0  # period in steps at which the sum is not finite and the update is skipped; 0: never
     shares: tuple[int, ...] = ()  # each replica's share of the work, in their order; empty: equal shares
     spare: str = ""  # the replica that asks to be a spare
-    racks: dict[str, str] = field(default_factory=dict)  # replica -> the rack that it names
+    racks: dict[str, str] = {}  # replica -> the rack that it names
     snapshots: float = 0.15  # how likely a replica snapshots a state for itself
     kept: int = 24  # the gradients that a server keeps while a newcomer replays
     busy_every: int = 0  # period in steps at which the user's code announces long work; 0: never

@@ -343,5 +343,7 @@ uvloop.run(asyncio.wait_for(main(), 20))
 
 def test_a_forked_worker_keeps_neither_the_port_nor_the_links_of_its_trainer():
     """A worker that hung in a read held the only port of its killed trainer, which never came back."""
-    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=False)
+    # Python 3.12 warns of each fork beside threads.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

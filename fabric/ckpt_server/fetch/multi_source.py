@@ -14,10 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
+from msgspec import to_builtins
 
 from fabric.ckpt_server.fetch.http_source import (
     LEAST_BYTES_PER_S,
@@ -62,7 +63,7 @@ class HostMemory:
         try:
             channel = RequestChannel(local_socket_name(place), f"the server at {place}", LOCAL_ASK_S)
             memory = cls(channel, [])
-            _, memory._descriptors = channel.ask({**asdict(state), "token": token}, LOCAL_ASK_S)
+            _, memory._descriptors = channel.ask({**to_builtins(state), "token": token}, LOCAL_ASK_S)
             if len(memory._descriptors) == 1 and os.fstat(memory._descriptors[0]).st_size >= nbytes:
                 return memory
         except (OSError, FabricError) as error:

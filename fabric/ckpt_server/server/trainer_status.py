@@ -13,11 +13,11 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import cycle
 from urllib.parse import quote
 
 import aiohttp
+from msgspec.structs import replace
 
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ProtocolError, Unreachable

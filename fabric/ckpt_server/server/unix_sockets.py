@@ -16,8 +16,10 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import to_builtins
 
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES
 from fabric.ckpt_server.server.local_ranks import LocalRank, LocalRanks
@@ -295,7 +297,7 @@ class TrainerChannel:
                     pid=os.getpid(),
                     instance=rank.instance,
                     rank=rank.number,
-                    snapshots=[asdict(content.ref) for content in held],
+                    snapshots=[to_builtins(content.ref) for content in held],
                     slots=[slot.index for slot in rank.slots.held(SNAPSHOT)],
                     parts=[content.parts for content in held],
                     sizes=[content.nbytes for content in held],

@@ -7,6 +7,7 @@ no signal, no restart and no output.
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -14,10 +15,12 @@ import threading
 import time
 import uuid
 from collections.abc import Coroutine, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 import fabric
 from fabric.cli.launch.attempt import Place
@@ -119,7 +122,7 @@ class Reporter:
         """Begin to report the end of an attempt; return what is done when it has arrived."""
         if self._sending is not None:
             self._sending.cancel()
-        body = asdict(replace(report, why=shortened(report.why, _LONGEST)))
+        body = asdict(dataclasses.replace(report, why=shortened(report.why, _LONGEST)))
         self._sending = self._thread.start(self._send(body))
         return self._sending
 
@@ -201,7 +204,7 @@ class OtherHosts:
         self.says = replace(self.says, **news)
         if self._carried is not None:
             self._carried.cancel()
-        body = {"replica": self._replica, "says": asdict(self.says)}
+        body = {"replica": self._replica, "says": to_builtins(self.says)}
         self._carried = self._thread.start(self._carry(self.says, body))
         return self._carried
 

@@ -6,7 +6,7 @@ they drew before.
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -33,15 +33,18 @@ class UpdateRandomness:
     In ``session.steps`` each micro-batch is seeded, so the generators stay as the update leaves them. In a
     loop of the user's own the random numbers between updates are the user's: the first optimizer's step gives
     the generators back, as they were. A further optimizer's step is seeded again.
+
+    ``after_update``: seeds the generators for the loop's next step. Then the update need not give them back.
     """
 
     seed = 0
+    after_update: Callable[[], None] | None = None
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._in_steps = False
         self._step = -1  # of the newest hand-over
         self._parts = 0  # optimizers whose steps have begun since then
-        self._aside: Generators | None = None
+        self._give_back: Callable[[], None] | None = None
         self._hooks: list[RemovableHandle] = []
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
@@ -50,7 +53,7 @@ class UpdateRandomness:
     def follow_steps(self, seed: int) -> None:
         """Take ``seed``. From now on each micro-batch is seeded too."""
         self.seed, self._in_steps = seed, True
-        self._aside = None
+        self._give_back = None
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -61,14 +64,14 @@ class UpdateRandomness:
 
     def end(self) -> None:
         """Give the generators back to a loop of the user's own."""
-        if self._aside is not None:
-            self._aside.restore()
-            self._aside = None
+        if self._give_back is not None:
+            self._give_back()
+            self._give_back = None
 
     def _seed(self, part: int) -> None:
         """Seed the generators for the update. ``part``: the number of optimizers before this one."""
-        if not self._in_steps and self._aside is None:
-            self._aside = Generators.now()
+        if not self._in_steps and self._give_back is None:
+            self._give_back = self.after_update or Generators.now().restore
         seed_all(xxhash.xxh3_64_intdigest(f"{self.seed} {self._step} update {part}".encode()) >> 1)
 
     def _before(self, *_: object) -> None:

@@ -24,7 +24,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -94,16 +94,8 @@ class SamplerOrder:
 
     def items(self, positions: Sequence[int]) -> list[Any]:
         """Return what the sampler yields at ``positions``, which count through all passes."""
-        return [self._pass(p // self.size)[p % self.size] for p in positions]
-
-    def indices(self, positions: Sequence[int]) -> list[int]:
-        """Return the data set indices at ``positions``, those of a batch one by one.
-
-        A sampler that yields other things than numbers has positions instead.
-        """
-        entries = [x if isinstance(x, list | tuple) else [x] for x in self.items(positions)]
-        indices = [i for entry in entries for i in entry]
-        return indices if all(type(i) is int and i >= 0 for i in indices) else list(positions)
+        passes = {number: self._pass(number) for number in {p // self.size for p in positions}}
+        return [passes[p // self.size][p % self.size] for p in positions]
 
     def _pass(self, number: int) -> Sequence[Any]:
         with self._lock:
@@ -192,6 +184,15 @@ class SamplerOrder:
             ) from error
 
 
+def indices_of(items: Sequence[Any], positions: Sequence[int]) -> list[int]:
+    """Return the data set indices among a sampler's ``items`` at ``positions``, those of a batch one by one.
+
+    A sampler that yields other things than numbers has positions instead.
+    """
+    indices = [i for x in items for i in (x if isinstance(x, list | tuple) else (x,))]
+    return indices if all(type(i) is int and i >= 0 for i in indices) else list(positions)
+
+
 def shuffles_all(sampler: Any, dataset: Any) -> bool:
     """Whether the sampler is a uniform shuffling of the whole data set without a generator of its own."""
     return (
@@ -275,7 +276,7 @@ def sample_indices(dataset_size: int, seed: int, start: int, count: int, shard: 
     return indices
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplePlan:
     """How a data set is cut into steps and micro-batches."""
 
@@ -322,11 +323,11 @@ class SamplePlan:
                 "take a smaller batch, or keep the short last step"
             )
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         return self.global_batch_size // self.micro_batch_size
 
-    @property
+    @cached_property
     def steps_per_pass(self) -> int:
         """The number of steps of a pass; 0 where passes are concatenated."""
         full = self.dataset_size // self.global_batch_size
@@ -355,7 +356,7 @@ class SamplePlan:
             return self._sharded(step, micro_batch)
         positions = self.positions(step, micro_batch)
         if self.order is not None:
-            return self.order.indices(positions)
+            return indices_of(self.order.items(positions), positions)
         if self.is_stream:
             return list(positions)
         return sample_indices(self.dataset_size, self.seed, positions.start, len(positions))

@@ -11,10 +11,10 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import distributed, futures
 from torch.nn.parallel import DistributedDataParallel
 

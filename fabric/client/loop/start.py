@@ -6,10 +6,11 @@ follow it.
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
+from msgspec.structs import replace
 
 from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import FollowerEngine, HeadEngine

@@ -2,8 +2,9 @@
 
 import contextlib
 import json
-from dataclasses import asdict
 from pathlib import Path
+
+from msgspec import to_builtins
 
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.server.trainer_watch import MARKER_BYTES, encode_marker
@@ -51,7 +52,7 @@ def leave_job_end(home: Path, ended: JobEnd) -> None:
     The next process of the replica reads the note, tells the lighthouse, and ends. The lighthouse then marks
     the job complete. While the checkpoint server lives, it tells the lighthouse too.
     """
-    _leave(home, _ENDED, asdict(ended))
+    _leave(home, _ENDED, to_builtins(ended))
 
 
 def find_job_end(home: Path) -> JobEnd | None:

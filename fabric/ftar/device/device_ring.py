@@ -16,9 +16,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 
+import msgspec
 import torch
 
 from fabric.errors import ConfigError, ProtocolError, RoundAborted
@@ -157,7 +158,8 @@ class ReductionTask:
         size: int,
     ) -> ChunkHeader:
         """Return the header of a part of piece ``number``, where each connection carries one."""
-        return replace(self.header(pieces[number], source, size), sequence=number * connections + connection)
+        whole = self.header(pieces[number], source, size)
+        return msgspec.structs.replace(whole, sequence=number * connections + connection)
 
     def accumulate(self, piece: RingPiece, received: torch.Tensor, total: torch.Tensor) -> None:
         """``total = received (+) own``, finished into the result where ``piece`` is the last of its sum."""
@@ -321,7 +323,7 @@ class Outgoing(PieceSender):
     """Pieces to the next member: the device copies each into a slot, then it is announced or sent."""
 
     def __init__(
-        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[RingPiece]
+        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: Sequence[RingPiece]
     ) -> None:
         assert links.next is not None
         super().__init__(pieces)
@@ -430,7 +432,7 @@ class Incoming:
     """Pieces from the previous member: verified, brought to the device, accumulated there."""
 
     def __init__(
-        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: list[RingPiece]
+        self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: Sequence[RingPiece]
     ) -> None:
         assert links.previous is not None
         self._sock = links.previous

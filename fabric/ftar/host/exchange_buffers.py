@@ -66,6 +66,8 @@ class Operands:
     onward: torch.Tensor | None = None
     parts: Sequence[torch.Tensor] = ()  # where own elements lie on links of bytes; empty: in ``source``
     digests: dict[int, bytes] = field(default_factory=dict)  # of pieces to send on, by first element
+    _bytes: dict[int, memoryview] = field(default_factory=dict)  # of a whole memory, by its identity
+    _lying: list[memoryview] = field(default_factory=list)  # the bytes of ``parts``
     # (first element, whether the piece is a result) -> references to the piece in other members' memory, to
     # pass on.
     borrowed: dict[tuple[int, bool], list[SegmentRef]] = field(default_factory=dict)
@@ -73,14 +75,24 @@ class Operands:
     def lying(self, piece: RingPiece) -> tuple[memoryview, ...]:
         """Return the places of this member's own elements of ``piece``, one after the other."""
         if not self.parts:
-            return (raw(self.source[piece.start : piece.stop]),)
-        places, begin = [], 0
-        for part in self.parts:
-            low, high = max(piece.start - begin, 0), min(piece.stop - begin, part.numel())
-            if low < high:
-                places.append(raw_to_read(part, low, high))
-            begin += part.numel()
+            return (self.bytes_of(self.source, piece),)
+        if not self._lying:
+            self._lying = [raw_to_read(part) for part in self.parts]
+        places, item = [], self.source.element_size()
+        low, high = piece.start * item, piece.stop * item
+        for part in self._lying:
+            if low < len(part) and high > 0:
+                places.append(part[max(low, 0) : high])
+            low, high = low - len(part), high - len(part)
         return tuple(places)
+
+    def bytes_of(self, memory: torch.Tensor, piece: RingPiece) -> memoryview:
+        """Return the bytes of ``piece`` in ``memory``, one of these operands."""
+        whole = self._bytes.get(id(memory))
+        if whole is None:
+            whole = self._bytes[id(memory)] = raw(memory)
+        item = memory.element_size()
+        return whole[piece.start * item : piece.stop * item]
 
     def nbytes(self, piece: RingPiece) -> int:
         """Return the bytes of ``piece`` while it travels."""
@@ -101,15 +113,12 @@ class Operands:
             return None
         return raw(self.onward[piece.start : piece.stop + 1])[: self.carried(piece)]
 
-    def outgoing(self, piece: RingPiece) -> torch.Tensor:
-        """Return the elements to send as ``piece``."""
-        if not piece.hop:
-            return self.own(piece)
-        part = slice(piece.start, piece.stop)
+    def going(self, piece: RingPiece) -> torch.Tensor:
+        """Return the memory in which ``piece``, which has come, lies to be sent on."""
         if self.is_wide(piece):
             assert self.wide is not None
-            return self.wide[part]
-        return self.work[part]
+            return self.wide
+        return self.work
 
     def own(self, piece: RingPiece) -> torch.Tensor:
         """Return this member's own elements of ``piece``, in shared memory if others must read them."""
@@ -121,13 +130,12 @@ class Operands:
         return staged
 
     def landing(self, piece: RingPiece) -> torch.Tensor:
-        """Return the memory that a received result belongs in."""
-        return (self.result if piece.last else self.work)[piece.start : piece.stop]
+        """Return the memory in which a received result has its place."""
+        return self.result if piece.last else self.work
 
     def total(self, piece: RingPiece) -> torch.Tensor:
-        """Return the memory of the sum of the partial result ``piece`` and own elements."""
-        out = self.work if piece.last or self.wide is None else self.wide
-        return out[piece.start : piece.stop]
+        """Return the memory for the sum of the partial result ``piece`` and own elements."""
+        return self.work if piece.last or self.wide is None else self.wide
 
     def arrived(self, piece: RingPiece) -> None:
         """Note that a result was received into its ``landing``, or that a sum is in its ``total``."""
@@ -140,7 +148,7 @@ class Operands:
         if lent:
             copy(self.result[piece.start : piece.stop], received)
         else:
-            copy(self.landing(piece), received)
+            copy(self.landing(piece)[piece.start : piece.stop], received)
             self.arrived(piece)
 
     def take(self, piece: RingPiece, received: Sequence[torch.Tensor]) -> None:
@@ -149,11 +157,12 @@ class Operands:
         ``received`` has the elements of the members before, in ring order: one tensor per member, but the
         first tensor may be the sum of several members (see ``wire_dtype``).
         """
-        own, total, how = self.source[piece.start : piece.stop], self.total(piece), self.reduction
-        element, first, kept = (DTYPE_CODES[x.dtype] for x in (own, received[0], total))
+        total, how = self.total(piece), self.reduction
+        element, first, kept = (DTYPE_CODES[x.dtype] for x in (self.source, received[0], total))
         parts = tuple(raw(part) for part in received)
+        own, into = self.bytes_of(self.source, piece), self.bytes_of(total, piece)
         form = self.form_of(piece) if piece.last else 0
-        fold(parts, raw(own), raw(total), element, first, kept, how.code, how.weight, piece.last, form)
+        fold(parts, own, into, element, first, kept, how.code, how.weight, piece.last, form)
         self.arrived(piece)
 
     def wire_dtype(self, piece: RingPiece) -> torch.dtype:
@@ -199,14 +208,12 @@ def make_operands(
     return operands
 
 
-def raw_to_read(memory: torch.Tensor, low: int, high: int) -> memoryview:
-    """Return the bytes of some elements of a 1-D contiguous CPU tensor, without asking to write there.
+def raw_to_read(memory: torch.Tensor) -> memoryview:
+    """Return the bytes of a 1-D contiguous CPU tensor, without asking to write there.
 
     ``raw`` would end the lazy copy that shows a write to a sent gradient. The caller keeps the tensor.
     """
-    item = memory.element_size()
-    lies_there = (ctypes.c_char * ((high - low) * item)).from_address(address_of(memory) + low * item)
-    return memoryview(lies_there)
+    return memoryview((ctypes.c_char * memory.nbytes).from_address(address_of(memory)))
 
 
 def raw(memory: torch.Tensor) -> memoryview:

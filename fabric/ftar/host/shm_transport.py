@@ -237,7 +237,11 @@ class ReferenceSender(PieceSender):
             for number in (_GUARD, ref.number):
                 announced += self._announce(header, ref.owner, number, None)
         if not refs or not piece.gather:
-            memory = self._operands.own(piece) if refs else self._operands.outgoing(piece)
+            operands = self._operands
+            if refs or not piece.hop:
+                memory = operands.own(piece)
+            else:
+                memory = operands.going(piece)[piece.start : piece.stop]
             location = self._outbox.segments.find(memory)
             assert location is not None, "a piece for a neighbour lies in memory that it cannot see"
             segment, offset = location

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from fabric.errors import Mismatch, ProtocolError
 from fabric.ftar.chunk_headers import FOLLOWS, HEADER_BYTES, ChunkHeader, check_expected, pack, unpack
-from fabric.ftar.host.exchange_buffers import Operands, raw
+from fabric.ftar.host.exchange_buffers import Operands
 from fabric.ftar.host.piece_moves import DIGEST_BYTES, Inlet, Outlet
 from fabric.ftar.ring_exchange import PieceSender
 from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
@@ -116,10 +116,10 @@ class ByteReceiver:
         if form and not (piece.gather and piece.last):
             onward = operands.coded(piece)
         if not self._stale and piece.gather:
-            into = raw(operands.landing(piece))
+            into = operands.bytes_of(operands.landing(piece), piece)
         elif not self._stale:
             total = operands.total(piece)
-            own, into = operands.lying(piece), raw(total)
+            own, into = operands.lying(piece), operands.bytes_of(total, piece)
             received, kept = DTYPE_CODES[operands.wire_dtype(piece)], DTYPE_CODES[total.dtype]
         self.digested = payload_digest == FOLLOWS
         if onward is not None and own is not None and not piece.last:
@@ -186,14 +186,13 @@ class ByteSender(PieceSender):
         source: memoryview | tuple[memoryview, ...] | None = None
         payload = operands.coded(piece)
         if payload is None:
-            payload = raw(operands.outgoing(piece))
-            places = operands.lying(piece) if operands.parts and not piece.hop else ()
-            if len(places) == 1:
-                (payload,) = places
+            places = () if piece.hop else operands.lying(piece)
+            memory = operands.going(piece) if piece.hop else operands.source
+            payload = places[0] if len(places) == 1 else operands.bytes_of(memory, piece)
             source = places if len(places) > 1 else None
         elif piece.hop == 0 or self._arrivals is None:
             form = operands.form_of(piece)
-            source = raw(operands.outgoing(piece)) if piece.hop else operands.lying(piece)
+            source = operands.bytes_of(operands.going(piece), piece) if piece.hop else operands.lying(piece)
         header = pack(self._header(piece), FOLLOWS if self._checksum else None)
         computes = piece.hop == 0 or not (self._follows or piece.start in operands.digests)
         self._outlet.begin(header, payload, self._checksum, computes, form, source)

@@ -38,7 +38,7 @@ from torch.utils.data import (
 )
 
 from fabric.client.data.loader import check_size
-from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, sample_indices, shuffles_all
+from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, indices_of, sample_indices, shuffles_all
 from fabric.client.data.sampler import StepSampler
 from fabric.client.loop.later_changes import made_each_pass, repeated
 from fabric.client.loop.loop_flow import GROWS, assignments, called, dotted, names_read, stores
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from fabric.integrations.adopt.adopted_loop import AdoptedLoop
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockOrder:
     """The job's order in blocks: a block has one batch for each rank of every replica."""
 
@@ -63,6 +63,7 @@ class BlockOrder:
     plan: SamplePlan  # a step of it is a block; its order is None where each pass is a permutation
     part: int  # number of this rank's part of a block
     parts: int  # number of ranks in the job
+    _newest: tuple[int, range, list[Any]] = (-1, range(0), [])  # a block, its positions here, and their items
 
     @classmethod
     def of(cls, loader: DataLoader[Any], part: int, parts: int) -> "BlockOrder":
@@ -89,26 +90,30 @@ class BlockOrder:
         """Return the first block of the pass after that of ``block``."""
         return (block // self.plan.steps_per_pass + 1) * self.plan.steps_per_pass
 
-    def positions(self, block: int) -> range:
-        """Return the positions of this rank's part of ``block``, which count through all passes."""
-        positions = self.plan.positions(block, 0)
-        part = cut(len(positions), [1] * self.parts)[self.part]
-        return positions[part.start : part.stop]
+    def part_of(self, block: int) -> tuple[range, list[Any]]:
+        """Return the positions of this rank's part of ``block``, which count through all passes, and what
+        they have."""
+        if self._newest[0] != block:
+            positions = self.plan.positions(block, 0)
+            part = cut(len(positions), [1] * self.parts)[self.part]
+            positions = positions[part.start : part.stop]
+            self._newest = block, positions, self._items(positions)
+        return self._newest[1:]
 
     def indices(self, block: int) -> list[int]:
         """Return the data set indices of this rank's part of ``block``."""
-        positions = self.positions(block)
-        return self._items(positions) if self.plan.order is None else self.plan.order.indices(positions)
+        positions, items = self.part_of(block)
+        return items if self.plan.order is None else indices_of(items, positions)
 
     def weight(self, block: int) -> int:
         """Return the number of samples of this rank's part of ``block``."""
-        positions = self.positions(block)
-        return sum(map(len, self._items(positions))) if self.data.batched else len(positions)
+        _, items = self.part_of(block)
+        return sum(map(len, items)) if self.data.batched else len(items)
 
     def reads(self, block: int) -> Any:
         """Return what a sampler yields for this rank's batch of ``block``; of weight 0: another's samples."""
-        positions = self.positions(block)
-        items = self._items(positions or range(positions.start - 1, positions.start))
+        positions, items = self.part_of(block)
+        items = items or self._items(range(positions.start - 1, positions.start))
         return items[0] if self.data.batched or self.data.single else items
 
     def same(self, other: "BlockOrder") -> bool:

@@ -5,8 +5,9 @@ So names and addresses are checked, and sentences are cut.
 """
 
 import re
-from dataclasses import replace
 from typing import cast, get_args
+
+from msgspec.structs import replace
 
 from fabric.errors import ProtocolError
 from fabric.model import MAX_INTEGER, MAX_MICRO_BATCHES, Policy, Sharing, printable, shortened
@@ -23,7 +24,7 @@ MAX_MESSAGE_BYTES = 64 * 1024
 MOST_BYTES = 2 << 20
 # The statuses of all ranks of a host.
 MAX_STATUS_BYTES = 256 * 1024
-_MORE_BYTES = {m.OpenSession: MOST_BYTES, m.Heartbeat: 256 * 1024, m.Report: MOST_BYTES}
+_MORE_BYTES: dict[type, int] = {m.OpenSession: MOST_BYTES, m.Heartbeat: 256 * 1024, m.Report: MOST_BYTES}
 _MORE_BYTES[m.ServerStatus] = MAX_STATUS_BYTES
 # The reasons in these messages may be long, a user's exception for instance; they are cut at once.
 _MORE_BYTES |= dict.fromkeys((m.Aborted, m.LoopFailed, m.CannotContinue, m.RequestState), 1 << 20)

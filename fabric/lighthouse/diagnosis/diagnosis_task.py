@@ -10,13 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+from msgspec.structs import replace
 
 from fabric.lighthouse.diagnosis import rank_probe
 from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses, ProbeAccess, ProbeTarget
 from fabric.lighthouse.diagnosis.verdict import UNKNOWN, Diagnosis, Symptoms, diagnose
 from fabric.lighthouse.history.recovery import RecoveryRecord
-from fabric.model import Record
+from fabric.model import Record, Value
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.state import EpochState
 from fabric.runtime.logs import fields
@@ -35,8 +36,7 @@ _LOOK_S = 0.5
 Tell = Callable[[str, str, str, str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class FailureSnapshot:
+class FailureSnapshot(Value):
     """The leader and the epoch at the time of the failure; the view stays valid after that epoch."""
 
     core: LeaderCore

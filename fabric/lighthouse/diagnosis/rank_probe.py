@@ -13,18 +13,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
+from msgspec import Struct, field
 from yarl import URL
 
 from fabric.collectives.plain_pickle import BadRecording
 from fabric.collectives.recording import Process, Recording, parse_recording
 from fabric.errors import ConfigError
 from fabric.lighthouse.diagnosis.verdict import RankProbe
+from fabric.model import Value
 from fabric.protocol.messages.network import OpenSession
 from fabric.runtime.http.connection_limit import parse_address
 from fabric.runtime.http.lighthouse_client import read_bounded
@@ -41,8 +42,7 @@ from fabric.runtime.http.token_file import is_same
 # session.
 
 
-@dataclass(slots=True)
-class _Source:
+class _Source(Struct):
     session: str = ""
     status: str = ""
     is_trusted: bool = False
@@ -51,8 +51,7 @@ class _Source:
     secret: str = ""
 
 
-@dataclass(slots=True)
-class PeerAddresses:
+class PeerAddresses(Struct):
     """Addresses by replica and rank. A session speaks for every rank of its replica, a status for one."""
 
     _sources: dict[tuple[str, int], _Source] = field(default_factory=dict)
@@ -113,8 +112,7 @@ class HostNotAllowed(OSError):
     """A name resolves to no address that the lighthouse may call."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllowedHosts:
+class AllowedHosts(Value):
     """The lighthouse may always call addresses in ``networks``."""
 
     networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
@@ -193,8 +191,7 @@ NOT_WHERE_IT_CAME_FROM = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeTarget:
+class ProbeTarget(Value):
     """One rank to probe."""
 
     replica: str
@@ -204,8 +201,7 @@ class ProbeTarget:
     is_trusted: bool = False  # whether the member showed the lighthouse's own token when it connected
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeAccess:
+class ProbeAccess(Value):
     """The credentials for checkpoint servers: the job's token, and certificates where TLS is configured.
     ``hosts``: the networks where they may be, besides the addresses from which they have connected."""
 

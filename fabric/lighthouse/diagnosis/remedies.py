@@ -9,9 +9,11 @@ fail-over no speed is known, which proves nothing.
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from fabric.errors import ConfigError
 from fabric.health.alarm import SHORT
@@ -26,6 +28,7 @@ from fabric.model import (
     MemberSpeed,
     Record,
     ReplicaProcess,
+    Value,
     apportion,
 )
 from fabric.protocol.leader.adaptations import ACT
@@ -43,8 +46,7 @@ Speeds = dict[ReplicaProcess, int]  # process -> its speed in thousandths
 T = TypeVar("T", Remedy, LayoutAdvised)
 
 
-@dataclass(frozen=True, slots=True)
-class SlowReplica:
+class SlowReplica(Value):
     """A member that has been slow for a while."""
 
     member: Member
@@ -54,8 +56,7 @@ class SlowReplica:
     is_confirmed: bool  # whether a micro-benchmark has shown that its device is slow
 
 
-@dataclass(slots=True)
-class RemedyPlan(Generic[T]):
+class RemedyPlan(Struct, Generic[T]):
     """The newest plan of one kind of remedy. It is made again when its basis changes, and told once."""
 
     advice: T | None = None  # what is not in force
@@ -259,7 +260,7 @@ class RemedyAdvisor:
                 "replica": layout.process.replica,
                 "layout": layout.layout,
                 **_worth(layout),
-                "held": core.adaptations.layouts.held,
+                "held": core.relayouts.held,
             }
         return shown
 

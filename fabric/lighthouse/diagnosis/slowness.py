@@ -8,8 +8,9 @@ import heapq
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from fabric.health.alarm import Damping
 from fabric.health.detector import KEPT_STEPS, MOST_BEHIND, JobDetector, RankHistory, ReplicaSpeed
@@ -19,7 +20,7 @@ from fabric.health.work import WorkAmount, is_time
 from fabric.lighthouse.diagnosis.remedies import RemedyAdvisor
 from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks, SpeedVerdict
 from fabric.lighthouse.history.slowdowns import VERDICT, SlowdownState
-from fabric.model import Member, Record, StepTimes
+from fabric.model import Member, Record, StepTimes, Value
 from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.messages.network import Heartbeat
@@ -35,8 +36,7 @@ MOST_ROWS = 64  # rows of the table of speeds by step; a larger job shows the sl
 _Steps = Sequence[tuple[int, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class SlownessEvent:
+class SlownessEvent(Value):
     """A change that people should see in the job's events."""
 
     kind: str

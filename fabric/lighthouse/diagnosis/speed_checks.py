@@ -7,11 +7,13 @@ ring (`LinkCheck`).
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from statistics import median
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from fabric.health.localise import SLOW, Scope, Slowdown
-from fabric.model import SpeedMeasurement, printable, shortened
+from fabric.model import SpeedMeasurement, Value, printable, shortened
 from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage
 
 # Chooses the witness of a slow link between replicas, and judges the link by two echoes. Pure.
@@ -25,8 +27,7 @@ _LONGEST = 120  # characters of a host's words about its interfaces
 _FEW = 6  # members among which a witness is looked for
 
 
-@dataclass(frozen=True, slots=True)
-class LinkEcho:
+class LinkEcho(Value):
     """One measured link."""
 
     sender: str
@@ -87,8 +88,7 @@ ANSWER_S = 60.0
 CONFIRMED, REFUTED, NO_ANSWER = "confirmed", "refuted", "no answer"
 
 
-@dataclass(frozen=True, slots=True)
-class SpeedVerdict:
+class SpeedVerdict(Value):
     """The outcome of one check."""
 
     replica: str
@@ -97,8 +97,7 @@ class SpeedVerdict:
     is_about_link: bool = False  # whether a link between replicas was measured, and no device
 
 
-@dataclass(slots=True)
-class SpeedCheck:
+class SpeedCheck(Struct):
     """One request under way."""
 
     number: int

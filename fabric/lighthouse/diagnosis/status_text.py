@@ -8,11 +8,13 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from signal import Signals
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from fabric.lighthouse.diagnosis.rank_probe import PeerAddresses
 from fabric.lighthouse.history.recovery import DOWN, LEFT, OUTSIDE, Absence, Recoveries
@@ -34,16 +36,14 @@ from fabric.protocol.rules.assignment import lost_parts, readers_of, waits_for_d
 SILENT_S = 5.0
 
 
-@dataclass(slots=True)
-class HeardStatus:
+class HeardStatus(Struct):
     """The newest status of one rank over one connection, and when the core heard it."""
 
     status: TrainerStatus
     fed_at: float
 
 
-@dataclass(slots=True)
-class CheckpointServers:
+class CheckpointServers(Struct):
     """The checkpoint servers of one job. ``failing``: why a replica's last durable checkpoint was not
     written; cleared when a replica writes a checkpoint."""
 

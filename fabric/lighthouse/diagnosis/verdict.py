@@ -6,12 +6,14 @@ network. Any other failure is unknown, and the diagnosis shows all probes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import field
 
 from fabric.collectives.hangs import ABSENT, DTYPE, OPERATION, SIZES
 from fabric.collectives.recording import Process, Recording
 from fabric.collectives.report import explain
+from fabric.model import Value
 from fabric.protocol.messages.network import Aborted
 from fabric.protocol.rules.wait_graph import root_waiters
 
@@ -29,8 +31,7 @@ _SENTENCE = 300
 _NAMED = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Symptoms:
+class Symptoms(Value):
     """The leader's side of a failure."""
 
     condemned: Mapping[str, str]  # replica -> why it is evicted
@@ -57,8 +58,7 @@ class Symptoms:
         return tuple(name for name in root_waiters(waiting, self.names) if name not in self.aborted)
 
 
-@dataclass(frozen=True, slots=True)
-class RankProbe:
+class RankProbe(Value):
     """The state of one rank, from its checkpoint server."""
 
     replica: str
@@ -109,8 +109,7 @@ class RankProbe:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Value):
     """``verdict`` is one of VERDICTS, ``about`` names the replicas, ``why`` is a sentence. ``t``: when the
     diagnosis was made, Unix seconds; ``seconds``: how long the probes took."""
 

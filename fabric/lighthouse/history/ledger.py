@@ -14,11 +14,13 @@ often as usual, else as stalled.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from msgspec import Struct, field
+
 from fabric.errors import ProtocolError
+from fabric.model import Value
 
 TRAINING, DEGRADED, RECOVERING, STALLED = STATES = ("training", "degraded", "recovering", "stalled")
 
@@ -29,8 +31,7 @@ _KNOWN = 3
 _KEPT = 50
 
 
-@dataclass(frozen=True, slots=True)
-class JobSample:
+class JobSample(Value):
     """A job at one moment. ``is_on``: it has begun, and is neither complete nor failed. ``step``: -1 while a
     new leader has heard no member."""
 
@@ -42,8 +43,7 @@ class JobSample:
     generation: int = 0
 
 
-@dataclass(slots=True)
-class GoodputLedger:
+class GoodputLedger(Struct):
     """Call ``observe`` regularly; ``seconds`` are the sums by state. Times are monotonic seconds."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))

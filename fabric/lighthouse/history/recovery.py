@@ -6,14 +6,14 @@ learnt of the event: it learns of the first step after a failure from a heartbea
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from msgspec import to_builtins
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
-from fabric.model import Member, Record, incident_id_of, shortened
+from fabric.model import Member, Record, Value, incident_id_of, shortened
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
 
@@ -25,8 +25,7 @@ _KEPT = 100
 _MOST_ATTACHED = 20_000
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchReport:
+class LaunchReport(Value):
     """How the newest attempt of a replica ended, in its launcher's words."""
 
     replica: str
@@ -105,8 +104,7 @@ _LOOK_S = 0.05
 DOWN, OUTSIDE, LEFT = "down", "outside", "left"
 
 
-@dataclass(slots=True)
-class ReplicaReturn:
+class ReplicaReturn(Struct):
     """The times at which a lost replica came back; 0.0: not yet."""
 
     started: float = 0.0  # when a new process opened its session, or the evicted process learned of it
@@ -117,8 +115,7 @@ class ReplicaReturn:
     replaced_by: str = ""  # the new replica that has taken its place, so that the job misses it no more
 
 
-@dataclass(slots=True)
-class RecoveryRecord:
+class RecoveryRecord(Struct):
     """One recovery. Times are Unix seconds, 0.0 until they come."""
 
     id: int  # the id of the event that began this recovery
@@ -157,8 +154,7 @@ class RecoveryRecord:
         return body
 
 
-@dataclass(frozen=True, slots=True)
-class Absence:
+class Absence(Value):
     """A replica of the job that does not train with the others."""
 
     replica: str

@@ -5,14 +5,14 @@ report the times of some of their steps.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-from msgspec import to_builtins
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
 from fabric.health.detector import MOST_BEHIND
 from fabric.lighthouse.history.recovery import CAPACITY
-from fabric.model import shortened
+from fabric.model import Value, shortened
 
 # The most actions that one record lists.
 MOST_ACTIONS = 20
@@ -22,8 +22,7 @@ VERDICT = "slowness "  # the kind of the event of a micro-benchmark's verdict, w
 _NEW_LEADER = "another lighthouse leads, which does not know whether it lasts"
 
 
-@dataclass(frozen=True, slots=True)
-class SlowdownState:
+class SlowdownState(Value):
     """A slowdown as it is now."""
 
     replica: str  # empty: the whole job
@@ -42,8 +41,7 @@ class SlowdownState:
         return replace(self, steps=self.steps + steps, cost_s=cost_s, newest=step)
 
 
-@dataclass(frozen=True, slots=True)
-class SlowdownAction:
+class SlowdownAction(Value):
     """One event about the replica while it was slow: advice, a verdict, or a remedy."""
 
     t: float
@@ -51,8 +49,7 @@ class SlowdownAction:
     why: str
 
 
-@dataclass(slots=True)
-class SlowdownRecord:
+class SlowdownRecord(Struct):
     """One slowdown. Times are Unix seconds, 0.0 until they come."""
 
     id: int  # id of the event that began this slowdown

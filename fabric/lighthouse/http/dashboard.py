@@ -12,11 +12,11 @@ import hmac
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 
 from aiohttp import web
+from msgspec import to_builtins
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.http.job_status import StatusCache
@@ -121,7 +121,7 @@ async def stream(
         events, news = job.events.after(last_event), list[tuple[str, str]]()
         if events:
             last_event = events[-1].id
-            news.append(("events", json.dumps([asdict(event) for event in events[-200:]])))
+            news.append(("events", json.dumps(to_builtins(events[-200:]))))
         look = await looks.look(job)
         for kind, body in (("recoveries", look.recoveries), ("job", look.view)):
             if body != sent[kind]:

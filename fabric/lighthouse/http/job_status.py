@@ -4,17 +4,17 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from fabric.lighthouse.diagnosis.status_text import headline, outside_because, silence, waiting_for
 from fabric.lighthouse.history.recovery import Absence, recoverable
 from fabric.lighthouse.jobs.job import Job
-from fabric.model import Member, Record, Sharing, StepTimes, first_of
+from fabric.model import Member, Record, Sharing, StepTimes, Value, first_of
 from fabric.protocol.leader.core import LeaderCore
 from fabric.protocol.leader.evidence import host_of
 from fabric.protocol.leader.liveness import LastStatus, Peer, as_member
@@ -100,8 +100,7 @@ _ROWS_PER_S = 4000
 _SHOWN = 20
 
 
-@dataclass(frozen=True, slots=True)
-class CachedStatus:
+class CachedStatus(Value):
     """A job's view and its newest recoveries as JSON, and when they were computed."""
 
     view: str

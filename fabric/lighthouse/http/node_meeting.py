@@ -10,10 +10,11 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from fabric.errors import ProtocolError, Refused
 from fabric.lighthouse.connections.validation import check_name
@@ -107,7 +108,7 @@ class NodeMeetings:
             for meeting in meetings.values():
                 meeting.nodes.answered(says.id, time.monotonic(), broken=broken)
                 meeting.look()
-        return web.json_response(text=json.dumps(asdict(order)))
+        return web.json_response(text=json.dumps(msgspec.to_builtins(order)))
 
     async def _next_order(
         self,

@@ -9,12 +9,11 @@ import json
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from msgspec import to_builtins
+from msgspec import field, to_builtins
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.connections.connection import AdmissionQueue
@@ -32,6 +31,7 @@ from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.job_history import PIECE, JobEvent
 from fabric.lighthouse.jobs.jobs import Jobs
 from fabric.lighthouse.telemetry import CONTENT_TYPE, LighthouseMetrics
+from fabric.model import Value
 from fabric.runtime.http.http_service import (
     Handler,
     errors_as_json,
@@ -88,7 +88,7 @@ def _answered_by(election: Election) -> dict[str, Any]:
     """Return which lighthouse answers, over which store."""
     term = election.term
     revision, store_id = (term.revision, term.store_id) if term is not None else (0, "")
-    return {"lighthouse": {**asdict(election.me), "term": revision}, "store": {"id": store_id}}
+    return {"lighthouse": {**to_builtins(election.me), "term": revision}, "store": {"id": store_id}}
 
 
 # Every lighthouse, leader or not, answers these paths without a token: the answers reveal nothing of a job.
@@ -100,8 +100,7 @@ _MAX_ID = 2**62
 _STOPPED_BY = {0, *signal.Signals}
 
 
-@dataclass(frozen=True, slots=True)
-class LighthouseParts:
+class LighthouseParts(Value):
     """The parts of a lighthouse that routes use."""
 
     election: Election

@@ -15,7 +15,6 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
@@ -23,6 +22,7 @@ from aiohttp.typedefs import Middleware
 
 from fabric.errors import ConfigError, ProtocolError, StoreUnavailable, Unauthorized
 from fabric.lighthouse.connections.validation import check_name
+from fabric.model import Value
 from fabric.runtime.drill_orders import SIGNED, order_key, request_proof
 from fabric.runtime.http.http_service import Handler, bearer_of, read_body
 from fabric.runtime.http.token_file import LOOK_S, TokenFile, is_same, read_tokens
@@ -96,14 +96,12 @@ _READ_BY_DRILLS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenEntry:
+class _TokenEntry(Value):
     stamp: tuple[int, int, int]
     tokens: tuple[str, ...]  # the file's tokens; empty where the file cannot be used
 
 
-@dataclass(frozen=True, slots=True)
-class _FolderScan:
+class _FolderScan(Value):
     """The result of one reading of the folder."""
 
     entries: dict[str, _TokenEntry]

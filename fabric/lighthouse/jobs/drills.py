@@ -7,10 +7,10 @@ names is undone, so a fault ends with its time, with its drill's end, and with t
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Struct, field
 
 from fabric.errors import Refused
 from fabric.lighthouse.connections.validation import cleaned
@@ -49,8 +49,7 @@ class InjectorRequest(msgspec.Struct):
     seen: float = 0.0  # monotonic seconds at which `Drills` heard it
 
 
-@dataclass(slots=True)
-class DrillFault:
+class DrillFault(Struct):
     """One fault of a drill."""
 
     number: int
@@ -74,8 +73,7 @@ class DrillFault:
         return {"fault": self.name} | {name: getattr(self, name) for name in shown}
 
 
-@dataclass(slots=True)
-class Drill:
+class Drill(Struct):
     """One drill under way."""
 
     id: str

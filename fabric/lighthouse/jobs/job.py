@@ -10,9 +10,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite, StoreUnavailable
 from fabric.lighthouse.connections import connection as codes

@@ -11,10 +11,11 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import takewhile
 from signal import Signals
 from typing import Any
+
+from msgspec import field
 
 from fabric.errors import ProtocolError, StoreError, StoreIndefinite
 from fabric.lighthouse.connections.validation import MAX_REPLICAS
@@ -25,7 +26,7 @@ from fabric.lighthouse.history.ledger import GoodputLedger, JobSample
 from fabric.lighthouse.history.recovery import CAPACITY, NAMED, Recoveries, RecoveryRecord
 from fabric.lighthouse.history.slowdowns import SlowdownRecord, Slowdowns
 from fabric.lighthouse.telemetry import LighthouseMetrics, Traces
-from fabric.model import Record
+from fabric.model import Record, Value
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.messages import wire
 from fabric.runtime.system_calls import seconds_since_boot
@@ -174,8 +175,7 @@ PIECE = 500
 _MAX_WHY = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class JobEvent:
+class JobEvent(Value):
     """One event of a job."""
 
     id: int
@@ -249,8 +249,7 @@ class EventLog:
 # The context that all jobs of one term share: the term, the leader's settings, metrics and tasks.
 
 
-@dataclass(frozen=True, slots=True)
-class TermContext:
+class TermContext(Value):
     """The context of one term."""
 
     term: Term
@@ -284,8 +283,7 @@ _OBSERVE_S = 0.01
 _KEEP_LARGE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class JobPast:
+class JobPast(Value):
     """The past of a job, for people. It outlives a term, and so a short fault of the store."""
 
     events: EventLog = field(default_factory=EventLog)

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from fabric.errors import ProtocolError, Refused, StoreError, StoreUnavailable
@@ -20,7 +19,7 @@ from fabric.lighthouse.election import Commit, Term
 from fabric.lighthouse.jobs.job import Job
 from fabric.lighthouse.jobs.job_history import JobPast, StoredRecord, TermContext, job_of, records_prefix
 from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics, Traces
-from fabric.model import Record, counted
+from fabric.model import Record, Value, counted
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.protocol.messages import wire
 from fabric.runtime.tasks import Tasks
@@ -32,14 +31,16 @@ _RETRY_S = 0.2
 _LOOK_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Quotas:
+class Quotas(Value):
     """The most ``jobs`` that are not complete, and the most ``replicas`` of each. ``retain_s``: how long a
     complete job's record is kept; from it late replicas learn that the job is complete."""
 
     jobs: int = 4096
     replicas: int = MAX_REPLICAS
     retain_s: float = 7 * 86400.0
+
+
+_USUAL = Quotas()
 
 
 class Jobs:
@@ -54,7 +55,7 @@ class Jobs:
         metrics: LighthouseMetrics,
         tasks: Tasks,
         access_to: Callable[[str, bool], ProbeAccess] = lambda _job, _with_own: ProbeAccess(),
-        quotas: Quotas = Quotas(),
+        quotas: Quotas = _USUAL,
         commit: Commit | None = None,
     ) -> None:
         self.by_name: dict[str, Job] = {}

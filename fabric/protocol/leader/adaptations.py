@@ -1,6 +1,7 @@
 """Rules 12 and 13: unequal shares and other layouts against slow members, while an operator allows them."""
 
-from dataclasses import dataclass, field, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from fabric.model import Adaptation, LaunchedLayouts, LayoutChange, Member, MemberSpeed, Record
 from fabric.protocol.leader.record_writer import RecordWriter
@@ -12,20 +13,15 @@ OFF, ACT = "off", "act"
 HOUR_S = 3600.0
 
 
-@dataclass(slots=True, eq=False)
-class Adaptations:
+class Adaptations(Struct, eq=False):
     """Lowers the shares of slow members as the detector advises, and gives the shares back."""
 
     state: JobState
     outbox: LeaderOutbox
     limits: RosterLimits
     writer: RecordWriter
-    layouts: "Relayouts" = field(init=False)
     advice: io.SharesAdvised | None = None
     held: str = ""  # why the advice is not followed now, as last reported
-
-    def __post_init__(self) -> None:
-        self.layouts = Relayouts(self)
 
     @property
     def mode(self) -> str:
@@ -124,8 +120,7 @@ class Adaptations:
         self.writer.write_epoch(record, record.roster, forced=False, why=why, adaptation=adaptation)
 
 
-@dataclass(slots=True, eq=False)
-class Relayouts:
+class Relayouts(Struct, eq=False):
     """Orders members into other layouts as the detector advises, and back into their usual layouts."""
 
     job: Adaptations  # the parts of the leader, the mode and the budget

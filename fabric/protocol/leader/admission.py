@@ -1,9 +1,11 @@
 """The sessions that may stand and the newcomers that may join, and why the others may not."""
 
 import math
-from dataclasses import dataclass, field, replace
 
-from fabric.model import Record, ReplicaProcess, counted, first_of
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from fabric.model import Record, ReplicaProcess, Value, counted, first_of
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Liveness, Peer, as_member, vouches
@@ -22,8 +24,7 @@ READMIT_STALLS = 4.0
 HALF_OPEN_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
+class Backoff(Value):
     """The wait of an evicted process."""
 
     times: int = 0  # number of evictions of the process
@@ -31,8 +32,7 @@ class Backoff:
     late: bool = False  # in its blocking join the others waited too long for its state
 
 
-@dataclass(slots=True, eq=False)
-class Admission:
+class Admission(Struct, eq=False):
     """Rule 4: keeps newcomers out for an operator's order, failures, missing links or a backoff."""
 
     state: JobState

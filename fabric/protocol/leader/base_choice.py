@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from fabric.model import DURABLE, Base, Record, SnapshotRef
 from fabric.protocol.leader.liveness import Peer, as_member
@@ -13,8 +14,7 @@ from fabric.protocol.messages.rank_messages import rank_of_url
 States = dict[SnapshotRef, set[str]]  # a state -> the URLs of the servers that hold it, or ``DURABLE``
 
 
-@dataclass(slots=True, eq=False)
-class BaseChoice:
+class BaseChoice(Struct, eq=False):
     """Rule 6: knows where each state is held, and which states proved to be of no use."""
 
     state: JobState

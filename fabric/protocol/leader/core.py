@@ -8,12 +8,14 @@ makes the first move that is due. It announces no record before the store has co
 import math
 import random
 from collections.abc import Callable, Sized
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from fabric.model import Record
 from fabric.protocol.leader import admission, plan
-from fabric.protocol.leader.adaptations import Adaptations
+from fabric.protocol.leader.adaptations import Adaptations, Relayouts
 from fabric.protocol.leader.admission import Admission
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.evictions import Evictions, RingRebuilder
@@ -40,8 +42,7 @@ from fabric.protocol.rules.decide import Evict, Undecidable, decide
 # The decision of a forced epoch, from the reports to the members.
 
 
-@dataclass(slots=True, eq=False)
-class Decisions:
+class Decisions(Struct, eq=False):
     """Rule 5: decides from the reports of all members."""
 
     state: JobState
@@ -138,6 +139,7 @@ class LeaderCore:
         self.rebuilds: RingRebuilder = RingRebuilder(state, outbox, writer, self.evictions)
         self.decisions: Decisions = Decisions(state, outbox, self.bases, self.evictions)
         self.adaptations: Adaptations = Adaptations(state, outbox, limits, writer)
+        self.relayouts: Relayouts = Relayouts(self.adaptations)
         self.plan_at = math.inf  # the latest time to plan for the events since the last plan
         self._deadline: float | None = None  # the time for which the last plan asked for the next plan
         self._due = math.inf  # the time for which the leader asked for a tick
@@ -500,7 +502,7 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.HostReplaced: lambda core, event: core.joins.expect(event.replica),
     io.AcceptQueueFull: lambda core, event: core.state.liveness.note_overload(core.state.now + event.seconds),
     io.SharesAdvised: lambda core, event: core.adaptations.on_advised(event),
-    io.LayoutAdvised: lambda core, event: core.adaptations.layouts.on_advised(event),
+    io.LayoutAdvised: lambda core, event: core.relayouts.on_advised(event),
     io.LeaderTick: lambda core, event: None,  # the plan looks at what is due after every event
 }
 

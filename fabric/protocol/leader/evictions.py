@@ -1,6 +1,6 @@
 """The members that the next epoch leaves out, and the answer to an abort: the members rebuild their ring."""
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from fabric.model import Member, Record, first_of
 from fabric.protocol.leader.admission import Admission
@@ -21,8 +21,7 @@ from fabric.protocol.rules.wait_graph import (
 )
 
 
-@dataclass(slots=True, eq=False)
-class Evictions:
+class Evictions(Struct, eq=False):
     """Rule 2: schedules evictions, and writes the forced epoch without the evicted members."""
 
     state: JobState
@@ -138,8 +137,7 @@ QUIET_S = 0.75
 TEST_PATIENCE = 3
 
 
-@dataclass(slots=True, eq=False)
-class RingRebuilder:
+class RingRebuilder(Struct, eq=False):
     """Rule 3: ends every abort with an epoch."""
 
     state: JobState

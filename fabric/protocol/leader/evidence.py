@@ -5,11 +5,13 @@ The record holds the failures, so that the next leader knows them.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, counted, shortened
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
+
+from fabric.model import Death, HostFailure, HostHistory, Member, Poison, Record, Value, counted, shortened
 from fabric.protocol.leader.liveness import LastStatus, Peer, as_member
 from fabric.protocol.leader.state import JobState, Mark
 from fabric.protocol.rules import poison
@@ -52,8 +54,7 @@ MAX_FAILURES = 256
 MAX_WHY_CHARACTERS = 120
 
 
-@dataclass(frozen=True, slots=True)
-class Penalty:
+class Penalty(Value):
     """A replica or host that failed too often, and is kept out."""
 
     kind: str  # whether a replica or a host is kept out
@@ -71,8 +72,7 @@ class Penalty:
         )
 
 
-@dataclass(slots=True, eq=False)
-class FailureEvidence:
+class FailureEvidence(Struct, eq=False):
     """Rule 7: counts failures by replica and host, and keeps out a replica or host that failed too often."""
 
     state: JobState

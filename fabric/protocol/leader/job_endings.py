@@ -5,7 +5,8 @@ A restarted process would make the same mistake again. So only an operator's ``r
 from the states that are still in memory.
 """
 
-from dataclasses import dataclass, field, replace
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.model import JobEnd, Record
 from fabric.protocol.leader.evidence import FailureEvidence
@@ -18,8 +19,7 @@ from fabric.protocol.rules import poison
 from fabric.protocol.rules.assignment import lost_parts
 
 
-@dataclass(slots=True, eq=False)
-class Endings:
+class Endings(Struct, eq=False):
     """Rules 10 and 11: decides when a job is over, and tells it to every process that comes."""
 
     state: JobState

@@ -1,7 +1,9 @@
 """Joins: how newcomers get the state, and enter the roster."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.model import Record, SnapshotRef, counted
 from fabric.protocol.leader.admission import Admission
@@ -21,8 +23,7 @@ EXPECTED_S = 120.0
 GAP_STEPS = 10
 
 
-@dataclass(slots=True)
-class Serving:
+class Serving(Struct):
     """A snapshot promised to one newcomer, and the members' answers."""
 
     step: int = -1
@@ -42,8 +43,7 @@ class Serving:
     expected_until: float = 0.0  # the newcomer has not asked yet, and is expected to until then
 
 
-@dataclass(slots=True, eq=False)
-class Joins:
+class Joins(Struct, eq=False):
     """Rule 4: serves newcomers and admits them."""
 
     state: JobState

@@ -6,11 +6,13 @@ trainers may hold the GIL for long. A verdict is a sentence with the evidence, o
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import TypeVar
 
-from fabric.model import Death, Member, Policy, ReplicaProcess, SnapshotRef, StepTimes
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from fabric.model import Death, Member, Policy, ReplicaProcess, SnapshotRef, StepTimes, Value
 from fabric.protocol.messages.leader_events import SessionOpened
 from fabric.protocol.messages.network import Heartbeat, OpenSession, TrainerStatus
 from fabric.protocol.messages.rank_messages import rank_of_url
@@ -21,8 +23,7 @@ STOP_CALM_S = 10.0
 MOST_GONE = 256
 
 
-@dataclass(slots=True)
-class LastStatus:
+class LastStatus(Struct):
     """The last status from one checkpoint server."""
 
     incarnation: int
@@ -45,8 +46,7 @@ class LastStatus:
         return (self.incarnation, self.trainer) == (status.incarnation, status.trainer)
 
 
-@dataclass(slots=True)
-class ServerStatuses:
+class ServerStatuses(Struct):
     """The statuses by rank and replica, and those of the replicas' other servers."""
 
     counting: dict[int, dict[str, LastStatus]] = field(default_factory=lambda: {0: {}})
@@ -286,8 +286,7 @@ FOUND_GONE = "a newer process of it has registered and found this one gone"
 BEHIND_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class LivenessConfig:
+class LivenessConfig(Value):
     """Times in seconds."""
 
     stopped_s: float = 0.15  # how long the job waits for a stopped trainer
@@ -299,8 +298,7 @@ class LivenessConfig:
     overload_s: float = 300.0  # seconds after the election in which waits of returning members count
 
 
-@dataclass(slots=True)
-class Peer:
+class Peer(Struct):
     """One process's newest session, and the messages over it."""
 
     session: OpenSession
@@ -347,8 +345,7 @@ class Peer:
         return max(self.session.epoch, self.beat.epoch if self.beat is not None else 0)
 
 
-@dataclass(slots=True)
-class Liveness:
+class Liveness(Struct):
     """Sessions and statuses. A verdict is a pure function of them and the time.
 
     A replica may have several processes at a time: the scheduler may start a second one on another host while

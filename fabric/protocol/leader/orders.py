@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 
-from fabric.model import Member, Record, counted, first_of
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from fabric.model import Member, Record, Value, counted, first_of
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
@@ -23,8 +25,7 @@ UNSAVED = "had notice, as has every replica, and none of them has FABRIC_DURABLE
 ROWS_PER_S = 4000
 
 
-@dataclass(frozen=True, slots=True)
-class NoticedRoster:
+class NoticedRoster(Value):
     """The notices of a roster's members at one time."""
 
     record: Record | None = None
@@ -36,8 +37,7 @@ class NoticedRoster:
     is_over: bool = False  # whether no other process needs the saver any more
 
 
-@dataclass(slots=True, eq=False)
-class OperatorOrders:
+class OperatorOrders(Struct, eq=False):
     """Drains members and scales the job."""
 
     state: JobState

@@ -1,17 +1,15 @@
 """The plan of a leader: a table of rules in order."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fabric.model import Record
+from fabric.model import Record, Value
 
 if TYPE_CHECKING:
     from fabric.protocol.leader.core import LeaderCore
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRule:
+class PlanRule(Value):
     """One row of the plan."""
 
     name: str
@@ -44,7 +42,7 @@ SETTLED_RULES: tuple[PlanRule, ...] = (
     PlanRule("drain", lambda leader, record: leader.orders.drain(record)),
     PlanRule("admit", lambda leader, record: leader.joins.admit(record)),
     PlanRule("adapt shares", lambda leader, record: leader.adaptations.adapt(record)),
-    PlanRule("change a layout", lambda leader, record: leader.adaptations.layouts.change(record)),
+    PlanRule("change a layout", lambda leader, record: leader.relayouts.change(record)),
     PlanRule("serve newcomers", lambda leader, record: leader.joins.serve(record)),
 )
 

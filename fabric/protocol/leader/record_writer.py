@@ -1,7 +1,9 @@
 """The only part that writes the record: one guarded write at a time, announced once it is committed."""
 
 import random
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.model import Adaptation, Member, Record, incident_id_of
 from fabric.protocol.leader.evidence import FailureEvidence
@@ -33,8 +35,7 @@ class RosterAnnouncement:
         return self.whole
 
 
-@dataclass(slots=True, eq=False)
-class RecordWriter:
+class RecordWriter(Struct, eq=False):
     """Rule 1: at most one write in flight, announced only when committed."""
 
     state: JobState

@@ -1,6 +1,7 @@
 """How a job begins: the first time, and from a base after a loss."""
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from fabric.model import DURABLE, Adaptation, Base, Record, counted, incident_id_of
 from fabric.protocol.leader.base_choice import BaseChoice
@@ -15,8 +16,7 @@ from fabric.protocol.rules.assignment import seated
 COLD_WAIT_S = 5.0
 
 
-@dataclass(slots=True, eq=False)
-class Starts:
+class Starts(Struct, eq=False):
     """Rule 6: begins a generation when enough replicas are there."""
 
     state: JobState

@@ -1,8 +1,10 @@
 """The facts that a leader has about one job: its record, its processes, the answers in this epoch."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.model import (
     Death,
@@ -13,6 +15,7 @@ from fabric.model import (
     Policy,
     Record,
     ReplicaProcess,
+    Value,
     incident_id_of,
 )
 from fabric.protocol.leader.liveness import Liveness, LivenessConfig, Peer
@@ -26,8 +29,7 @@ MAX_REASON_CHARACTERS = 1000
 MANY = 256
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderConfig:
+class LeaderConfig(Value):
     """Settings of a leader; times in seconds."""
 
     policy: Policy = field(default_factory=Policy)
@@ -56,8 +58,7 @@ class Mark(Enum):
     USELESS = "its state is of no use, or wrong"
 
 
-@dataclass(slots=True)
-class EpochState:
+class EpochState(Struct):
     """The answers in the epoch in force. Each new record begins an empty ``EpochState`` at ``since``."""
 
     since: float
@@ -381,8 +382,7 @@ def standing(process: ReplicaProcess, record: Record | None) -> Standing:
     return Standing.LISTED if record.lists(*process) else Standing.RETURNING
 
 
-@dataclass(slots=True, eq=False)
-class RosterLimits:
+class RosterLimits(Struct, eq=False):
     """How many members a job needs and may have, by operators' overrides, else by the sessions."""
 
     state: JobState
@@ -490,8 +490,7 @@ class RosterLimits:
         self.overrides = orders
 
 
-@dataclass(slots=True, eq=False)
-class LeaderOutbox:
+class LeaderOutbox(Struct, eq=False):
     """Collects effects; every part of the leader sends through it."""
 
     state: JobState
@@ -529,8 +528,7 @@ class LeaderOutbox:
 EMPTY_S = 1.0
 
 
-@dataclass(slots=True, eq=False)
-class Progress:
+class Progress(Struct, eq=False):
     """The newest step, and steps without data."""
 
     state: JobState

@@ -4,7 +4,7 @@ One fetch runs at a time. The main thread installs a fetched state. The user's u
 gradients one by one, until the member's state is at the step at which it goes on.
 """
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from fabric.exit_codes import FAILED, RESTART
 from fabric.model import SnapshotRef
@@ -22,8 +22,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
 
-@dataclass(eq=False)
-class CatchUp:
+class CatchUp(Struct, eq=False):
     """Brings a member that is behind to the step at which it goes on."""
 
     _context: CoreContext

@@ -2,8 +2,8 @@
 
 ``handle(event, now)`` returns the effects to perform, ``next_deadline()`` the time of the next Tick. Rule
 numbers are those of docs/protocol.md. Three things change independently: the main thread (user code, then
-waiting), the round (exchange and votes), and the epochs that the leader announces. After every event
-``_advance`` starts every stage that has become possible.
+waiting), the round (exchange and votes), and the epochs that the leader announces. After every event that can
+start a stage ``_advance`` starts all that have become possible.
 
 Each part of the core owns its fields and uses only parts before it in this order: ``memory``, ``epochs``,
 ``session``, ``serving``, ``rounds``, ``catch_up``, ``ending``, ``link_watch``, ``membership``.
@@ -18,7 +18,7 @@ from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.ending import Ending
 from fabric.protocol.member.links import LinkWatch
 from fabric.protocol.member.membership import Membership
-from fabric.protocol.member.rounds import Rounds
+from fabric.protocol.member.rounds import DataAgreement, Rounds
 from fabric.protocol.member.serving import SnapshotServing
 from fabric.protocol.member.session import LighthouseSession
 from fabric.protocol.member.state import (
@@ -32,6 +32,7 @@ from fabric.protocol.member.state import (
 )
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
+from fabric.protocol.rules.adaptive_timeout import AdaptiveTimeout
 
 
 class MemberCore:
@@ -54,7 +55,15 @@ class MemberCore:
         self.epochs = epochs = KnownEpochs(context, memory)
         self.session = session = LighthouseSession(context, memory, epochs)
         self.serving = serving = SnapshotServing(context, memory, epochs, session, snapshots)
-        self.rounds = rounds = Rounds(context, memory, epochs, session, serving)
+        self.rounds = rounds = Rounds(
+            context,
+            memory,
+            epochs,
+            session,
+            serving,
+            DataAgreement(context, memory),
+            AdaptiveTimeout(config.exchange_s),
+        )
         self.catch_up = catch_up = CatchUp(context, memory, epochs, session, rounds)
         self.ending = ending = Ending(context, memory, epochs, session, rounds, catch_up)
         self.link_watch = LinkWatch(context, memory, epochs, session, rounds, ending)
@@ -113,8 +122,9 @@ class MemberCore:
         context = self.context
         context.begin(now)
         if not context.stopped:
+            before = self.rounds.round
             self._handlers[type(event)](event)
-            if not isinstance(event, io.RingWaitsFor):  # RingWaitsFor starts no stage
+            if not isinstance(event, io.RingWaitsFor) and not self.rounds.waits_on(event, before):
                 self._advance()
                 self.link_watch.probe_when_due()
                 contact = self.session.contact

@@ -7,7 +7,8 @@ all members have finished, the job is over, with or without a lighthouse.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from fabric.exit_codes import FAILED, FINISHED, RESTART
 from fabric.model import JobEnd, Member, Record, ReplicaProcess, first_of
@@ -29,8 +30,7 @@ _THERE = (Mode.RUN, Mode.ABORTED, Mode.REPORTED)
 _ADVICE = "let it count session.committed_step, so that all loops end at the same step"
 
 
-@dataclass(eq=False)
-class Ending:
+class Ending(Struct, eq=False):
     """Knows when the job is over, and ends this member then."""
 
     _context: CoreContext

@@ -1,7 +1,9 @@
 """Links of epochs: made, failed, lost, and probed from outside the roster."""
 
 import math
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from fabric.model import ReplicaProcess
 from fabric.protocol.member.ending import Ending
@@ -22,8 +24,7 @@ TEST_AGAIN_S = 4.0
 MAX_PROBED = 64
 
 
-@dataclass(eq=False)
-class LinkWatch:
+class LinkWatch(Struct, eq=False):
     """Acts on changes of the links. ``KnownEpochs`` holds their state."""
 
     _context: CoreContext

@@ -1,6 +1,7 @@
 """A member's answers to epochs: join, leave, report, resume. Rules 6 to 9 of docs/protocol.md."""
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from fabric.errors import IllegalTransition
 from fabric.exit_codes import RESTART
@@ -15,8 +16,7 @@ from fabric.protocol.messages import network as m
 from fabric.protocol.messages import roster_delta
 
 
-@dataclass(eq=False)
-class Membership:
+class Membership(Struct, eq=False):
     """Answers the epochs that the leader announces."""
 
     _context: CoreContext

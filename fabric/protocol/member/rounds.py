@@ -7,7 +7,9 @@ members' contributions, their votes.
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.exit_codes import FAILED, RESTART
 from fabric.model import Member, Record
@@ -31,8 +33,7 @@ from fabric.protocol.rules.compatibility import split_by_data
 from fabric.protocol.rules.divergence import differences
 
 
-@dataclass(slots=True)
-class Round:
+class Round(Struct):
     """State of one round at one member.
 
     Prepared: my reduction is finished, and every member's contribution is here. Committed: every member of
@@ -194,8 +195,7 @@ class DataAgreement:
         return True
 
 
-@dataclass(eq=False)
-class Rounds:
+class Rounds(Struct, eq=False):
     """The round that this member is in, and its prepared round: a promise that outlives an abort."""
 
     _context: CoreContext
@@ -203,16 +203,14 @@ class Rounds:
     _epochs: KnownEpochs
     _session: LighthouseSession
     _serving: SnapshotServing
+    _agreement: DataAgreement
+    round_timeout: AdaptiveTimeout
     round: Round | None = None
     prepared: io.PreparedRound | None = None  # a promise: kept after an abort until the decision
     last_round: LastRound = field(default_factory=LastRound)
     disputed: tuple[int, int] | None = None  # the (epoch, step) of a round that ended disputed
     committed_in: int = -1  # the newest epoch in which I committed a round
     ring_waits_for: str = ""  # the member whose bytes the data plane waits for
-
-    def __post_init__(self) -> None:
-        self.round_timeout = AdaptiveTimeout(self._context.config.exchange_s)
-        self._agreement = DataAgreement(self._context, self._memory)
 
     def _waits_for(self) -> tuple[str, ...]:
         """The members that this round waits for: the ring neighbour, or members whose message is missing."""
@@ -357,6 +355,21 @@ class Rounds:
             return False
         self._epochs.links.keep_early((fence.epoch, message.step), event, self._epochs.epoch())
         return isinstance(message, m.Contribution)
+
+    def waits_on(self, event: io.Event, before: Round | None) -> bool:
+        """Whether this event, now taken, starts no stage: in my round further messages of its kind are due.
+
+        ``before``: the round that I was in before the event.
+        """
+        round_ = self.round
+        if round_ is None or round_ is not before or not isinstance(event, io.FromPeer):
+            return False
+        message = event.message
+        if not self._is_round(message.fence.epoch, message.step):
+            return False
+        if isinstance(message, m.CommitVote):
+            return not round_.complete()
+        return isinstance(message, m.Contribution) and len(round_.contributions) < len(round_.record.roster)
 
     def _collect(self, replica: str, incarnation: int, message: m.PeerMessage) -> None:
         round_ = self.round

@@ -1,7 +1,8 @@
 """Snapshots for others: promised to joining members, and the last one before this process is killed."""
 
 import math
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from fabric.exit_codes import RESTART
 from fabric.model import Record, SnapshotRef, writer_of
@@ -19,8 +20,7 @@ AGAIN_S = 1.0
 SAVE_S = 3600.0
 
 
-@dataclass(eq=False)
-class SnapshotServing:
+class SnapshotServing(Struct, eq=False):
     """Keeps this member's promises to joining members, and saves the state after a notice."""
 
     _context: CoreContext

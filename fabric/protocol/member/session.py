@@ -2,7 +2,6 @@
 
 import math
 from collections import deque
-from dataclasses import fields
 
 from fabric.exit_codes import FAILED, RESTART
 from fabric.model import EarlierStep, Fence, SnapshotRef, StepTimes
@@ -190,7 +189,7 @@ class LighthouseSession:
         me, state, newest = self._context.identity, self._memory.state, self._epochs.newest
         config = self._context.config
         return m.OpenSession(
-            **{x.name: getattr(me, x.name) for x in fields(me) if x.name != "durable"},
+            **{name: getattr(me, name) for name in me.__struct_fields__ if name != "durable"},
             **{name: getattr(config, name) for name in _OF_CONFIG},
             durable=me.durable or (),
             generation=state.generation,

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 from enum import Enum
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.errors import IllegalTransition
 from fabric.exit_codes import FINISHED, RESTART
@@ -20,6 +22,7 @@ from fabric.model import (
     Record,
     Sharing,
     SnapshotRef,
+    Value,
 )
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
@@ -50,8 +53,7 @@ TRANSITIONS: dict[Mode, frozenset[Mode]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MemberIdentity:
+class MemberIdentity(Value):
     """The identity of this process, the same in every session; fields as in ``OpenSession``."""
 
     replica: str
@@ -76,8 +78,7 @@ class MemberIdentity:
     cuts: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberConfig:
+class MemberConfig(Value):
     """Settings of a member; times in seconds."""
 
     min_replicas: int = 1
@@ -96,8 +97,7 @@ class MemberConfig:
     plan: DataPlan | None = None  # the data of the loop's first steps; None: those of all its steps
 
 
-@dataclass(slots=True)
-class MemberState:
+class MemberState(Struct):
     """The training state in this member's memory."""
 
     generation: int = 0  # generation of this state; 0: no other member confirms the state
@@ -111,8 +111,7 @@ class MemberState:
     parted: str = ""  # where this state differs from the other members' states
 
 
-@dataclass(slots=True)
-class KeptGradient:
+class KeptGradient(Struct):
     """The kept gradient of the current step."""
 
     have: set[int] = field(default_factory=set)  # kept micro-batches, and those under way
@@ -123,8 +122,7 @@ class KeptGradient:
     stale: bool = False  # drop the gradient when the main thread has finished adding
 
 
-@dataclass(frozen=True, slots=True)
-class LastRound:
+class LastRound(Value):
     """The newest round that a member entered."""
 
     epoch: int = 0  # epoch of the round; 0: none
@@ -132,8 +130,7 @@ class LastRound:
     roster: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class Fetch:
+class Fetch(Struct):
     """The fetch of a catch-up."""
 
     doing: str = ""  # ``asked``, ``state``, ``install``, ``gradient`` or nothing
@@ -146,8 +143,7 @@ class Fetch:
     gradient: io.GradientFetched | None = None  # a fetched gradient, ready to apply
 
 
-@dataclass(slots=True)
-class Contact:
+class Contact(Struct):
     """The session with the leader."""
 
     last: float  # the time at which the newest answered heartbeat was sent
@@ -166,8 +162,7 @@ class Contact:
     unheeded: m.Resume | None = None  # a decision after ``autonomy_s``; an answered heartbeat lets it count
 
 
-@dataclass(slots=True)
-class LinkState:
+class LinkState(Struct):
     """The links of epochs, and messages that came before their round."""
 
     up: set[int] = field(default_factory=set)  # epochs whose links are up

@@ -1,15 +1,12 @@
 """Events (past tense) and effects (imperative) of a leader core, for one job."""
 
-from dataclasses import dataclass
-
-from fabric.model import MemberSpeed, Policy, Record, ReplicaProcess
+from fabric.model import MemberSpeed, Policy, Record, ReplicaProcess, Value
 from fabric.protocol.messages.network import LeaderMessage, MemberMessage, OpenSession, TrainerStatus
 
 # --- events -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Elected:
+class Elected(Value):
     """This lighthouse leads."""
 
     store_id: str
@@ -17,42 +14,36 @@ class Elected:
     unix_s: float = 0.0  # the time of day, for times that one leader writes and another reads
 
 
-@dataclass(frozen=True, slots=True)
-class SessionOpened:
+class SessionOpened(Value):
     """A member's session began with this message."""
 
     session: OpenSession
     policy: Policy | None = None  # what this replica asks for; None: nothing
 
 
-@dataclass(frozen=True, slots=True)
-class SessionClosed:
+class SessionClosed(Value):
     replica: str
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class FromMember:
+class FromMember(Value):
     replica: str
     incarnation: int
     message: MemberMessage
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerStatusSeen:
+class TrainerStatusSeen(Value):
     status: TrainerStatus
 
 
-@dataclass(frozen=True, slots=True)
-class StatusesUnchanged:
+class StatusesUnchanged(Value):
     """A checkpoint server says that these statuses still hold, and it said them ``ago_s`` seconds ago."""
 
     statuses: tuple[TrainerStatus, ...]
     ago_s: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerStatusClosed:
+class TrainerStatusClosed(Value):
     """The connection ended over which the checkpoint server at ``ckpt`` had sent this rank's status."""
 
     replica: str
@@ -60,30 +51,26 @@ class TrainerStatusClosed:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RecordWritten:
+class RecordWritten(Value):
     """The write with this nonce is committed in the store."""
 
     nonce: str
 
 
-@dataclass(frozen=True, slots=True)
-class RecordRead:
+class RecordRead(Value):
     """The store holds ``record`` now, read after an indefinite write or a refused guard."""
 
     record: Record | None
 
 
-@dataclass(frozen=True, slots=True)
-class WriteFailed:
+class WriteFailed(Value):
     """The write failed, or its outcome is unknown."""
 
     nonce: str
     definite: bool  # the store certainly did not apply the write
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
+class Operator(Value):
     """An operator's command."""
 
     action: str  # drain, evict, admit, pause, resume, scale, adapt, veto, allow, end or retry
@@ -96,8 +83,7 @@ class Operator:
     host_is_gone: bool = False  # for evict: a person knows that the member's host will never return
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchFailed:
+class LaunchFailed(Value):
     """A process of a replica ended before it had a session, says its launcher."""
 
     replica: str
@@ -105,22 +91,19 @@ class LaunchFailed:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class HostReplaced:
+class HostReplaced(Value):
     """The ranks of a replica start, and one of its hosts may have no state in memory."""
 
     replica: str
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptQueueFull:
+class AcceptQueueFull(Value):
     """Too many members connect at once: some of them wait in the queue, for ``seconds`` more."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class SharesAdvised:
+class SharesAdvised(Value):
     """The detector advises shares for the members of ``epoch``; with no speeds, the shares they asked for."""
 
     epoch: int
@@ -130,8 +113,7 @@ class SharesAdvised:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutAdvised:
+class LayoutAdvised(Value):
     """The detector advises that a member of ``epoch`` leaves, and comes back in another layout."""
 
     epoch: int
@@ -143,8 +125,7 @@ class LayoutAdvised:
     remedy: str = ""  # the kind of remedy, for people
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderTick:
+class LeaderTick(Value):
     """Time passed."""
 
 
@@ -171,35 +152,30 @@ Event = (
 # --- effects ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SendMember:
+class SendMember(Value):
     replica: str
     incarnation: int
     message: LeaderMessage
 
 
-@dataclass(frozen=True, slots=True)
-class WriteRecord:
+class WriteRecord(Value):
     """Replace the record, guarded by the election key and by ``previous`` still being in the store."""
 
     record: Record
     previous: Record | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRecord:
+class ReadRecord(Value):
     """Read the record again; RecordRead follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepDown:
+class StepDown(Value):
     """Stop leading, because another leader has written."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RecordEvent:
+class RecordEvent(Value):
     """Write an event to the log that operators read."""
 
     kind: str

@@ -4,14 +4,11 @@ The shell performs effects in order. Sends are ordered per peer. Each operation 
 snapshot, install) ends in exactly one event, success or failure.
 """
 
-from dataclasses import dataclass
-
-from fabric.model import DataPlan, Fence, Int64, JobEnd, Member, Poison, Record, SnapshotRef, StepTimes
+from fabric.model import DataPlan, Fence, Int64, JobEnd, Member, Poison, Record, SnapshotRef, StepTimes, Value
 from fabric.protocol.messages.network import LeaderMessage, MemberMessage, PeerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRound:
+class PreparedRound(Value):
     """A fully reduced round, with all that its commit applies and announces; a member holds it until then."""
 
     epoch: Int64
@@ -26,8 +23,7 @@ class PreparedRound:
 # --- events: the trainer's main thread ------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Value):
     """The state at ``step`` is complete and the main thread waits."""
 
     step: Int64
@@ -38,8 +34,7 @@ class Ready:
     plan: DataPlan | None = None  # the data from this step on; None: as before
 
 
-@dataclass(frozen=True, slots=True)
-class Digested:
+class Digested(Value):
     """The state at ``step`` has this digest; the main thread waits as before."""
 
     step: Int64
@@ -47,8 +42,7 @@ class Digested:
     entries: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Streaming:
+class Streaming(Value):
     """The last backward of the share has begun: the kept gradient becomes final part by part.
 
     Computed follows.
@@ -58,8 +52,7 @@ class Streaming:
     weight: float  # of the micro-batches under way; any positive one where it is said later
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(Value):
     """The gradients of these micro-batches are added to the kept gradient; the main thread waits."""
 
     step: Int64
@@ -69,8 +62,7 @@ class Computed:
     redo: str = ""  # why the streamed bytes differ from these gradients; empty: they are equal
 
 
-@dataclass(frozen=True, slots=True)
-class Installed:
+class Installed(Value):
     """The fetched state was loaded and has this digest; the main thread waits."""
 
     step: Int64
@@ -79,58 +71,50 @@ class Installed:
     plan: DataPlan | None = None  # as in Ready
 
 
-@dataclass(frozen=True, slots=True)
-class InstallFailed:
+class InstallFailed(Value):
     """The fetched state does not fit the model. The state in memory is unchanged."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class LoopRaised:
+class LoopRaised(Value):
     """The user's loop has raised, and the main thread waits for the effect ``Stop``."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
+class Busy(Value):
     """The user's code announced that its next part takes long."""
 
     reason: str  # why the announced work takes long; empty: the work is over
     at_most_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Noticed:
+class Noticed(Value):
     """This process has notice that it will be killed soon."""
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(Value):
     """The state at ``step`` is in durable storage, or cannot be written."""
 
     step: Int64
     why: str = ""  # why it cannot be written; empty: it is written
 
 
-@dataclass(frozen=True, slots=True)
-class Closing:
+class Closing(Value):
     """The user's loop has ended at the current step."""
 
 
 # --- events: links and the data plane ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Linked:
+class Linked(Value):
     """Every link of ``epoch`` is up: control to all its members, data to the ring neighbours."""
 
     epoch: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class LinkFailed:
+class LinkFailed(Value):
     """Links of ``epoch`` could not be made."""
 
     epoch: Int64
@@ -139,8 +123,7 @@ class LinkFailed:
     unreachable: tuple[str, ...] = ()  # members to whose hosts no connection came about
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost:
+class LinkLost(Value):
     """The control link to this process ended."""
 
     replica: str
@@ -149,16 +132,14 @@ class LinkLost:
     silent: bool = False  # the link carried no bytes any more, although neither side had closed it
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
+class Probed(Value):
     """The members of the last Probe that could not be reached."""
 
     unreachable: tuple[str, ...]
     lost_bytes: int = 0  # as in Heartbeat
 
 
-@dataclass(frozen=True, slots=True)
-class Exchanged:
+class Exchanged(Value):
     """The gradient of round (epoch, step) is fully reduced in my memory; no I/O touches it any more."""
 
     epoch: Int64
@@ -168,8 +149,7 @@ class Exchanged:
     nonfinite_input: str = ""  # the first tensor of my own contribution that is not finite
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeFailed:
+class ExchangeFailed(Value):
     """The exchange of round (epoch, step) ended without a result."""
 
     epoch: Int64
@@ -183,41 +163,35 @@ class ExchangeFailed:
 # --- events: messages -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FromPeer:
+class FromPeer(Value):
     replica: str
     incarnation: int
     message: PeerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class FromLeader:
+class FromLeader(Value):
     message: LeaderMessage
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderConnected:
+class LeaderConnected(Value):
     """A session to the leader is open; the shell has sent nothing on it yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderLost:
+class LeaderLost(Value):
     """The session ended."""
 
 
 # --- events: transfer -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StateFetched:
+class StateFetched(Value):
     """The state lies complete and verified in my own memory, not yet loaded."""
 
     step: Int64
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class FetchFailed:
+class FetchFailed(Value):
     """No source delivered the state."""
 
     why: str
@@ -226,16 +200,14 @@ class FetchFailed:
     restart: bool = False  # storage stays away: the next process may find it
 
 
-@dataclass(frozen=True, slots=True)
-class GradientFetched:
+class GradientFetched(Value):
     """The published gradient of ``step`` lies verified in my memory."""
 
     step: Int64
     gradient_digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class GradientGone:
+class GradientGone(Value):
     """No source delivered the published gradient of ``step``."""
 
     step: Int64
@@ -243,8 +215,7 @@ class GradientGone:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshotted:
+class Snapshotted(Value):
     """The checkpoint server holds the state at ``step``, or cannot."""
 
     step: Int64
@@ -252,15 +223,13 @@ class Snapshotted:
     generation: Int64 = -1  # the generation of the snapshot; negative: the current generation
 
 
-@dataclass(frozen=True, slots=True)
-class RingWaitsFor:
+class RingWaitsFor(Value):
     """The data plane waits for bytes of this member. An abort that follows names the member."""
 
     replica: str  # the member that the data plane waits for; empty: none
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Value):
     """Time passed."""
 
 
@@ -293,44 +262,38 @@ Event = RankEvent | MessageEvent | LinkLost | Probed | RingWaitsFor | Tick
 # --- effects: messages --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SendPeer:
+class SendPeer(Value):
     replica: str
     incarnation: int
     message: PeerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class SendLeader:
+class SendLeader(Value):
     message: MemberMessage
 
 
 # --- effects: links and the data plane ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LinkUp:
+class LinkUp(Value):
     """Make the missing links of ``record``; ends in Linked or LinkFailed."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(Value):
     """Find out which of these members can be reached; close each connection again; ends in Probed."""
 
     members: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Switch:
+class Switch(Value):
     """Put ``record`` in force in this process: links of older epochs may be closed."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class StartExchange:
+class StartExchange(Value):
     """Reduce round (epoch, step): the kept gradient, or zeros when ``weight`` is zero."""
 
     fence: Fence
@@ -339,8 +302,7 @@ class StartExchange:
     streaming: bool = False  # the last backward still runs: send each part of the gradient when it is final
 
 
-@dataclass(frozen=True, slots=True)
-class AbortExchange:
+class AbortExchange(Value):
     """End every wait of this epoch's exchanges at once."""
 
     epoch: Int64
@@ -350,8 +312,7 @@ class AbortExchange:
 # --- effects: the trainer's main thread -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Value):
     """Add these micro-batches to the kept gradient of ``step``; ends in Computed."""
 
     step: Int64
@@ -360,13 +321,11 @@ class Compute:
     echo: str = ""  # the member that the micro-benchmark echoes; empty: it measures the device
 
 
-@dataclass(frozen=True, slots=True)
-class DropGradient:
+class DropGradient(Value):
     """Forget the kept gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Value):
     """Let the user's update code apply the averaged gradient of committed step ``step``; ends in Ready."""
 
     generation: Int64  # in which the step is committed; the process may be in a newer one when it applies it
@@ -376,31 +335,27 @@ class Apply:
     digest: bool  # whether to take the digest of the state after the update
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(Value):
     """Serve this committed round's reduced gradient to replicas that catch up."""
 
     generation: Int64
     prepared: PreparedRound
 
 
-@dataclass(frozen=True, slots=True)
-class Install:
+class Install(Value):
     """Load the fetched state; ends in Installed or InstallFailed."""
 
     step: Int64
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class TellDigest:
+class TellDigest(Value):
     """Tell the digest that ``Ready`` did not have yet; ends in Digested."""
 
     step: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class TakeSnapshot:
+class TakeSnapshot(Value):
     """Snapshot the current state, which is the state at ``step``; ends in Snapshotted."""
 
     step: Int64
@@ -408,8 +363,7 @@ class TakeSnapshot:
     durable: bool = False  # write it to durable storage too, before this process is killed; ends in Saved
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Value):
     """Let the main thread close, because the job is complete."""
 
     step: Int64
@@ -417,8 +371,7 @@ class Finish:
     ended: JobEnd | None = None  # the job's end, which a lighthouse learns later
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Value):
     """End this process."""
 
     code: Int64  # see ``exit_codes``: RESTART, FAILED or FINISHED
@@ -430,8 +383,7 @@ class Stop:
 # --- effects: transfer ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FetchState:
+class FetchState(Value):
     """Fetch a snapshot; ends in StateFetched or FetchFailed."""
 
     state: SnapshotRef
@@ -439,8 +391,7 @@ class FetchState:
     lanes: tuple[str, ...] = ()  # the servers of all ranks, for a state in another layout
 
 
-@dataclass(frozen=True, slots=True)
-class FetchGradient:
+class FetchGradient(Value):
     """Fetch or await the published gradient of ``step``; ends in GradientFetched or GradientGone."""
 
     generation: Int64
@@ -449,13 +400,11 @@ class FetchGradient:
     members: tuple[Member, ...] = ()  # the members that publish it, where layouts of ranks may be unequal
 
 
-@dataclass(frozen=True, slots=True)
-class CancelFetch:
+class CancelFetch(Value):
     """Stop the fetch under way. The event that ends the fetch may still come."""
 
 
-@dataclass(frozen=True, slots=True)
-class RetainGradients:
+class RetainGradients(Value):
     """Keep more published gradients than the last two, because a replica catches up."""
 
     on: bool  # False: keep only the gradients of the last two steps again
@@ -464,8 +413,7 @@ class RetainGradients:
 # --- effects: telling people ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WriteJournal:
+class WriteJournal(Value):
     """Write a line into the journal."""
 
     kind: str
@@ -476,8 +424,7 @@ class WriteJournal:
     micro_batches: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimAbove:
+class ClaimAbove(Value):
     """Let the next process on this host claim an incarnation above this one."""
 
     incarnation: int

@@ -4,7 +4,6 @@ A message carries the fence of its epoch. A receiver drops messages of epochs ol
 """
 
 import hashlib
-from dataclasses import dataclass
 
 from fabric.model import (
     EVERYTHING,
@@ -23,6 +22,7 @@ from fabric.model import (
     Sharing,
     SnapshotRef,
     StepTimes,
+    Value,
 )
 
 # The word in a heartbeat's phase while this member still lacks links of the epoch.
@@ -35,8 +35,7 @@ PADDING = hashlib.shake_256(b"fabric").hexdigest(LARGE_BYTES // 2)
 # --- member to member ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(Value):
     """My part in round (epoch, step): weight, micro-batches and metrics, sent to every member."""
 
     fence: Fence
@@ -50,8 +49,7 @@ class Contribution:
     padding: str = ""  # PADDING in a contribution that is sent again to test the link; else empty
 
 
-@dataclass(frozen=True, slots=True)
-class CommitVote:
+class CommitVote(Value):
     """I have prepared round (epoch, step), and can commit it from now on."""
 
     fence: Fence
@@ -63,8 +61,7 @@ class CommitVote:
     entries: tuple[tuple[str, str], ...] = ()  # small entries of the state, sent with its digest
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Value):
     """My loop ended at ``step``: I contribute to no later round, and stay linked until the job is over.
 
     It goes to the leader. A member that has taken part in rounds also sends it to all members.
@@ -80,15 +77,13 @@ PeerMessage = Contribution | CommitVote | Finished
 # --- leader to member ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Epoch:
+class Epoch(Value):
     """A committed record. The leader announces it to every replica with a session."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class RosterDelta:
+class RosterDelta(Value):
     """A committed record for a replica that holds the roster with digest ``before``."""
 
     record: Record  # the new record, but with an empty roster
@@ -99,8 +94,7 @@ class RosterDelta:
     order: tuple[str, ...] = ()  # all names in order; empty: the old order, with new names at the end
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(Value):
     """One member's row of a Resume table: whether to drop the kept gradient, and what to compute."""
 
     replica: str
@@ -108,8 +102,7 @@ class Assignment:
     drop: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(Value):
     """The decision of forced epoch ``fence.epoch``: go on at ``step`` with this table."""
 
     fence: Fence
@@ -123,8 +116,7 @@ class Resume:
     idle: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TakeSnapshotFor:
+class TakeSnapshotFor(Value):
     """Snapshot the state at ``step``, and keep published gradients from ``step`` on for ``joiner``."""
 
     fence: Fence
@@ -132,16 +124,14 @@ class TakeSnapshotFor:
     step: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class StopServing:
+class StopServing(Value):
     """``joiner`` needs no more published gradients."""
 
     fence: Fence
     joiner: str
 
 
-@dataclass(frozen=True, slots=True)
-class StateSources:
+class StateSources(Value):
     """Where a joining replica finds a state."""
 
     fence: Fence
@@ -150,16 +140,14 @@ class StateSources:
     again: bool = False  # the leader restarts a replay that does not catch up: begin again from this state
 
 
-@dataclass(frozen=True, slots=True)
-class Complete:
+class Complete(Value):
     """The job is complete at ``step``: close, exit 0."""
 
     fence: Fence
     step: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Value):
     """The leader refuses the session."""
 
     reason: str  # the reason of the rejection, for a person
@@ -170,8 +158,7 @@ class Rejected:
     outvoted: bool = False  # the reports of most members call the state of this process wrong
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatAck:
+class HeartbeatAck(Value):
     """The answer to the heartbeat with the same number. ``autonomy_s`` counts from its sending."""
 
     number: Int64
@@ -198,8 +185,7 @@ LeaderMessage = (
 # --- member to leader ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSession:
+class OpenSession(Value):
     """First message of every session: identity, state and addresses of the replica."""
 
     replica: str
@@ -246,8 +232,7 @@ class OpenSession:
     serves: tuple[str, ...] = ()  # the newcomers for which it keeps gradients, as an earlier leader asked
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Value):
     """Progress: sent at every step and at least once a second."""
 
     number: Int64
@@ -284,16 +269,14 @@ class Heartbeat:
         return self.phase.endswith(", waiting")
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(Value):
     """I entered round ``step`` of this epoch. It is sent at the first round, and again when a leader asks."""
 
     fence: Fence
     step: Int64 = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
+class Aborted(Value):
     """My round of this epoch ended without a result."""
 
     fence: Fence
@@ -307,8 +290,7 @@ class Aborted:
     lost_bytes: Int64 = 0  # the size of messages whose loss ended those links; 0: any size
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Value):
     """My answer to forced epoch ``fence.epoch``, built once: a promise to take no part in older epochs."""
 
     fence: Fence
@@ -330,15 +312,13 @@ class Report:
     parted: str = ""  # where the members' states differed in that round, for people
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRoster:
+class RequestRoster(Value):
     """I do not hold the roster that this epoch's ``RosterDelta`` starts from: send me the whole roster."""
 
     fence: Fence
 
 
-@dataclass(frozen=True, slots=True)
-class RequestState:
+class RequestState(Value):
     """I am outside the roster and cannot catch up by replay: ask members for a snapshot for me."""
 
     fence: Fence
@@ -346,8 +326,7 @@ class RequestState:
     lost: bool = False  # the sender holds no usable state
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotTaken:
+class SnapshotTaken(Value):
     """My answer to TakeSnapshotFor: the digest of the snapshot that my checkpoint server holds."""
 
     fence: Fence
@@ -356,8 +335,7 @@ class SnapshotTaken:
     digest: str  # empty: I was past ``step`` when TakeSnapshotFor came, or could not take the snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class CannotContinue:
+class CannotContinue(Value):
     """I am in the roster but cannot go on: evict me, then I can join again."""
 
     fence: Fence
@@ -365,8 +343,7 @@ class CannotContinue:
     unusable: bool = False  # no source has the generation's base in a form that can be loaded
 
 
-@dataclass(frozen=True, slots=True)
-class LoopFailed:
+class LoopFailed(Value):
     """The user's loop raised at ``step``. Any other member would raise there too, so the job fails."""
 
     fence: Fence
@@ -391,8 +368,7 @@ MemberMessage = (
 # --- checkpoint server to leader ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerStatus:
+class TrainerStatus(Value):
     """The second source of liveness: the trainer's state by the kernel, and the snapshots in memory."""
 
     replica: str
@@ -412,8 +388,7 @@ class TrainerStatus:
     ended: JobEnd | None = None  # the job's end, which the trainer reached without a lighthouse
 
 
-@dataclass(frozen=True, slots=True)
-class ServerStatus:
+class ServerStatus(Value):
     """The statuses of all ranks of one checkpoint server; it has dropped the ranks that are missing.
 
     A server of one rank sends the TrainerStatus alone.
@@ -422,8 +397,7 @@ class ServerStatus:
     statuses: tuple[TrainerStatus, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StatusUnchanged:
+class StatusUnchanged(Value):
     """All that this checkpoint server last said over this connection still holds; its states have aged."""
 
     number: Int64
@@ -432,8 +406,7 @@ class StatusUnchanged:
 # --- leader to checkpoint server ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class EpochNotice:
+class EpochNotice(Value):
     """The epoch in force, for the checkpoint server's log and state. The server decides nothing by it."""
 
     fence: Fence
@@ -443,8 +416,7 @@ class EpochNotice:
     complete: bool = False  # the job is complete, and its record says so
 
 
-@dataclass(frozen=True, slots=True)
-class StatusTerms:
+class StatusTerms(Value):
     """How a lighthouse wants statuses; it understands StatusUnchanged, which an older one does not."""
 
     every_s: float  # as in EpochNotice

@@ -7,19 +7,18 @@ ranks, with what differs by rank (``Own``), and gives their equal kinds of outco
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from fabric.errors import ProtocolError
-from fabric.model import DURABLE, MAX_INTEGER, Int64, RankTimes, Record, StepTimes
+from fabric.model import DURABLE, MAX_INTEGER, Int64, RankTimes, Record, StepTimes, Value
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.wire import MAX_BYTES, decode_value, encode_value
 
 
-@dataclass(frozen=True, slots=True)
-class NameSnapshot:
+class NameSnapshot(Value):
     """Serve this rank's part of the snapshot of ``step``. Each rank holds one part.
 
     Ends in SnapshotNamed.
@@ -34,8 +33,7 @@ class NameSnapshot:
 RankEffect = io.RankEffect | NameSnapshot
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotNamed:
+class SnapshotNamed(Value):
     """This rank's part is served under the digests of all ranks, or cannot be."""
 
     step: Int64
@@ -43,16 +41,14 @@ class SnapshotNamed:
     done: bool  # whether the checkpoint server serves this rank's part
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotDue:
+class SnapshotDue(Value):
     """All ranks take a snapshot of the state at ``step`` now. Only rank 0 orders it."""
 
     step: Int64
     durable: bool = False  # whether it is time for a durable checkpoint too
 
 
-@dataclass(frozen=True, slots=True)
-class RankLost:
+class RankLost(Value):
     """The link to this rank ended."""
 
     rank: Int64
@@ -64,29 +60,25 @@ RankEvent = io.RankEvent | SnapshotNamed | SnapshotDue | RankLost
 Own = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RankCommand:
+class RankCommand(Value):
     number: int  # the command's number, counted from the replica's start
     generation: int  # the replica's generation when rank 0 gave the command
     effect: RankEffect
 
 
-@dataclass(frozen=True, slots=True)
-class RankOutcome:
+class RankOutcome(Value):
     event: RankEvent
     number: int = 0  # number of the command that this event answers; 0: the event itself names the command
 
 
-@dataclass(frozen=True, slots=True)
-class FromRank:
+class FromRank(Value):
     """An outcome that rank ``rank`` sent; rank 0's own outcomes come as this event too."""
 
     rank: int
     outcome: RankOutcome
 
 
-@dataclass(frozen=True, slots=True)
-class FromHost:
+class FromHost(Value):
     """An event of each of ``ranks`` of one host, all of one kind."""
 
     ranks: tuple[int, ...]

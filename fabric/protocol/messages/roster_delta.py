@@ -4,7 +4,7 @@ Digests name the old and the new roster, so the leader need not remember which r
 member that does not hold the old roster, or computes another new roster, asks for the whole new roster.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from fabric.model import Adaptation, Member, Record
 from fabric.protocol.messages import network as m

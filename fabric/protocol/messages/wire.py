@@ -1,4 +1,4 @@
-"""Messages as bytes: one JSON object per message, decoded strictly by the dataclasses themselves.
+"""Messages as bytes: one JSON object per message, decoded strictly by the types of their fields.
 
 ``{"kind": "CommitVote", "version": 3, ...fields}``. msgspec reads each class's annotations: unknown fields
 are ignored, a missing field takes its default, any other deviation raises ProtocolError with the path of the
@@ -132,7 +132,7 @@ def decode_record(data: bytes) -> Record:
 
 
 def encode_value(value: object) -> bytes:
-    """A dataclass as JSON. Raises ProtocolError for a number that is not finite."""
+    """A value as JSON. Raises ProtocolError for a number that is not finite."""
     cls = type(value)
     try:
         data = msgspec.json.encode(value)
@@ -156,7 +156,7 @@ def decode_value(cls: type[T], data: bytes | str, path: str) -> T:
 
 
 def decode_as(cls: type[T], value: object, path: str = "value") -> T:
-    """``value`` (parsed JSON) as dataclass ``cls``, by the same strict rules."""
+    """``value`` (parsed JSON) as ``cls``, by the same strict rules."""
     try:
         return decode_value(cls, msgspec.json.encode(value), path)
     except (UnicodeEncodeError, RecursionError) as error:

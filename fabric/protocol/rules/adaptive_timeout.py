@@ -7,7 +7,10 @@ trainer from its links for seconds.
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
+
+from fabric.model import Value
 
 FLOOR_S = 5.0
 # The time budget is this many times the duration of the slowest round in a hundred.
@@ -17,8 +20,7 @@ ENOUGH = 20
 REMEMBERED = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(Value):
     """The longest times, in seconds."""
 
     exchange_s: float = 60.0  # seconds from the last member's contribution to the commit
@@ -54,18 +56,20 @@ def problem(exchange_s: float, user_code_s: float, autonomy_s: float) -> str:
     return ""
 
 
-@dataclass(slots=True)
-class AdaptiveTimeout:
+class AdaptiveTimeout(Struct):
     """The bound of the next round, from the durations of earlier ones."""
 
     cap_s: float  # the largest bound, which holds until enough rounds went well
     _took: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _patience: float = 1.0
+    _slow_s: float = math.inf  # the slowest round in a hundred, once enough rounds went well
 
     def took(self, seconds: float) -> None:
         """Note that a round was committed within ``seconds``."""
         self._took.append(seconds)
         self._patience = 1.0
+        if len(self._took) >= ENOUGH:
+            self._slow_s = sorted(self._took)[math.ceil(0.99 * len(self._took)) - 1]
 
     def stalled(self) -> None:
         """Give the next round twice the time, because this one was given up: the network may be slow."""
@@ -74,8 +78,4 @@ class AdaptiveTimeout:
     @property
     def bound_s(self) -> float:
         """How long the next round may take once every member is in it."""
-        if len(self._took) < ENOUGH:
-            return self.cap_s
-        ordered = sorted(self._took)
-        slow = ordered[math.ceil(0.99 * len(ordered)) - 1]
-        return min(self.cap_s, max(FLOOR_S, MARGIN * slow) * self._patience)
+        return min(self.cap_s, max(FLOOR_S, MARGIN * self._slow_s) * self._patience)

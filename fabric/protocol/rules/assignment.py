@@ -16,11 +16,12 @@ member can read is lost: see ``Sharing.on_loss``.
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import count
 from math import gcd
 
-from fabric.model import EVERYTHING, Adaptation, Member, Record, Sharing, apportion
+from msgspec.structs import replace
+
+from fabric.model import EVERYTHING, Adaptation, Member, Record, Sharing, Value, apportion
 from fabric.protocol.rules.spare import hosts_of, settle, stack_of
 
 # The cost of one shard, by the racks of its readers. The cost of two readers in one rack guides the search.
@@ -139,8 +140,7 @@ class _Arrangement:
 _MOST = 1 << 53  # larger than the number of any data slot
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Value):
     """A step's global batch: its number of micro-batches, and the rules that assign them."""
 
     micro_batches: int

@@ -5,10 +5,9 @@ A difference that is noticed only after the join ends in rounds that can never b
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 
-from fabric.model import Record
+from fabric.model import Record, Value
 from fabric.protocol.messages.network import OpenSession
 from fabric.protocol.rules import layout_text
 
@@ -101,8 +100,7 @@ def _settings(session: OpenSession) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class DataSplit:
+class DataSplit(Value):
     """A step whose members have unequal data, and why, in one sentence."""
 
     wrong: tuple[str, ...]  # the members of the smaller side, or in a tie of the newer one

@@ -11,9 +11,10 @@ round is an exception: no member can have committed it, and the result that is l
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
-from fabric.model import Member, Record
+from msgspec.structs import replace
+
+from fabric.model import Member, Record, Value
 from fabric.protocol.messages.network import Assignment, Report, Resume
 from fabric.protocol.rules.assignment import Work, hand_round, widened
 
@@ -21,8 +22,7 @@ from fabric.protocol.rules.assignment import Work, hand_round, widened
 _NAMED = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Evict:
+class Evict(Value):
     """The members to evict: reports of one step carry different digests, and these are the minority."""
 
     replicas: tuple[str, ...]
@@ -30,8 +30,7 @@ class Evict:
     state: bool = False  # whether the members' state is wrong too, not only the prepared gradient
 
 
-@dataclass(frozen=True, slots=True)
-class Undecidable:
+class Undecidable(Value):
     """Members disagree, and no majority shows which result is right: the job stops rather than guess."""
 
     reason: str

@@ -19,9 +19,9 @@ The lanes do not depend on the order of the replicas, nor on how many of them ha
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from fabric.errors import ConfigError
+from fabric.model import Value
 
 # A part of a tensor: where it begins and how far it goes, by dimension.
 
@@ -34,8 +34,7 @@ class TooManyComparisons(Exception):
     """So many regions lie side by side that comparing them would take too long."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRegion:
+class TensorRegion(Value):
     """A part of a whole tensor: where it begins and how far it goes, by dimension."""
 
     begin: tuple[int, ...]
@@ -90,8 +89,7 @@ def overlapping(regions: Sequence[TensorRegion]) -> tuple[TensorRegion, TensorRe
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class HeldParameter:
+class HeldParameter(Value):
     """The part of one parameter that a rank holds."""
 
     name: str
@@ -105,15 +103,13 @@ class HeldParameter:
         return f"{self.dtype}{list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLayout:
+class ReplicaLayout(Value):
     """The parameters of every rank of one replica, by rank."""
 
     ranks: tuple[tuple[HeldParameter, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Value):
     """A part of a parameter that one rank of every replica holds."""
 
     name: str
@@ -124,8 +120,7 @@ class Piece:
     group: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(Value):
     """Pieces that the same ranks hold, in order of their names and places."""
 
     holders: tuple[int, ...]  # for each replica, the rank that takes part
@@ -136,16 +131,14 @@ class Lane:
         return sum(piece.region.elements for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Value):
     """A region of a parameter, and the ranks of one replica that hold it, lowest first."""
 
     region: TensorRegion
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(Value):
     """How one layout cuts one parameter."""
 
     dtype: str
@@ -154,8 +147,7 @@ class _Cut:
     without: tuple[int, ...]  # the ranks that hold an empty part
 
 
-@dataclass(frozen=True, slots=True)
-class _CommonPiece:
+class _CommonPiece(Value):
     """A region that no layout cuts further, and the ranks that hold it, by layout."""
 
     region: TensorRegion

@@ -7,13 +7,13 @@ import base64
 import hashlib
 import json
 import zlib
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated
 
 import msgspec
 
 from fabric.errors import ConfigError, FabricError, ProtocolError
+from fabric.model import Value
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion, lanes_of
 
 # The longest packed text, and the longest JSON in it, with the most lists and objects in this JSON.
@@ -28,8 +28,7 @@ MOST_KNOWN = 512
 MOST_NAMED = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutSummary:
+class LayoutSummary(Value):
     """The facts that a leader needs of a layout that lays out a whole model."""
 
     ranks: int

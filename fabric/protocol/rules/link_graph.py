@@ -7,7 +7,8 @@ come back when their links have worked for a while, so a link that fails repeate
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from fabric.model import ReplicaProcess
 
@@ -90,14 +91,12 @@ def _greedy(neighbours: Mapping[int, set[int]], new: Collection[int]) -> set[int
     return kept
 
 
-@dataclass(slots=True)
-class _Trouble:
+class _Trouble(Struct):
     times: int = 0  # how often the process was left out for its links
     at: float = 0.0  # when a link of the process was last missing
 
 
-@dataclass(slots=True)
-class Healing:
+class Healing(Struct):
     """Remembers the processes whose links were cut."""
 
     _troubles: dict[ReplicaProcess, _Trouble] = field(default_factory=dict)

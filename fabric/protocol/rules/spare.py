@@ -17,8 +17,9 @@ input.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+
+from fabric.model import Value
 
 _FAR = 1 << 30  # larger than the cost of any path
 
@@ -137,8 +138,7 @@ def _check(groups: int, redundancy: int) -> None:
         raise ValueError(f"the redundancy must be 1 to {groups}, the number of groups, not {redundancy}")
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(Value):
     """The work of the survivors after a failure, before they retry the exchange."""
 
     compute: dict[int, tuple[int, ...]]  # group -> the types to compute now, in ascending order
@@ -246,8 +246,7 @@ class StackedShards:
         return patch
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+class Settlement(Value):
     """The group that computes each type while some groups are absent."""
 
     owner: tuple[int, ...]  # per type; -1 where no host is present

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 # The most places in the ring to try for one end of a bad link: enough for a roster of thousands.
 _PLACES = 64
@@ -61,8 +62,7 @@ def _cost(names: Sequence[str], bad: Mapping[tuple[str, str], int]) -> int:
     return sum(bad.get((name, names[(i + 1) % len(names)]), 0) for i, name in enumerate(names))
 
 
-@dataclass(slots=True)
-class StragglerTracker:
+class StragglerTracker(Struct):
     """How long the others have waited for members that have not come to the exchange."""
 
     since: dict[str, tuple[int, float]] = field(default_factory=dict)  # member -> its step, and since when
@@ -104,8 +104,7 @@ class StragglerTracker:
                 self.came(name)
 
 
-@dataclass(slots=True)
-class RingRebuilds:
+class RingRebuilds(Struct):
     """The rebuilds of the ring since the last committed step, and the complaints that led to them."""
 
     tries: int = 0

@@ -17,11 +17,12 @@ import time
 from collections import Counter as Count
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from fabric.model import Value
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,7 @@ _REPORT_EVERY_S = 60.0
 IDLE, FULL = "idle", "full"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Value):
     """``total`` connections, ``idle`` ones among them; an address may have half of each."""
 
     total: int

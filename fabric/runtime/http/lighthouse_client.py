@@ -7,15 +7,16 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
+from msgspec import field
 from yarl import URL
 
 from fabric.errors import FabricError, ProtocolError, Refused, Unauthorized, Unreachable
+from fabric.model import Value
 from fabric.runtime.drill_orders import signed_request
 from fabric.runtime.http.connection_limit import parse_address
 from fabric.runtime.http.tls import Tls
@@ -245,8 +246,7 @@ def understood(whom: str) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Lighthouses:
+class Lighthouses(Value):
     """The lighthouses to ask."""
 
     urls: tuple[str, ...]

@@ -9,11 +9,11 @@ no TLS. Each handshake looks whether the files have changed, because certificate
 import logging
 import ssl
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fabric.errors import ConfigError
+from fabric.model import Value
 
 log = logging.getLogger(__name__)
 TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
@@ -72,8 +72,7 @@ class RenewedContext(ssl.SSLContext):
             context.load_verify_locations(self.ca)
 
 
-@dataclass(frozen=True, slots=True)
-class Tls:
+class Tls(Value):
     """The files of TLS, in PEM, in one folder. They have the names of a Kubernetes secret of the type tls."""
 
     folder: Path | None = None  # None without TLS

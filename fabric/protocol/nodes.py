@@ -161,6 +161,7 @@ class _Attempt(Struct):
     # Why a node's launcher is away, and since when.
     away: dict[int, tuple[str, float]] = field(default_factory=dict)
     why: str = ""  # the first failure; empty while all is well
+    is_elsewhere: bool = False  # a node has another launcher than in the attempt before
     outcome: NodeEnd | None = None
 
     def seat(self, node: int, says: NodeSays) -> None:
@@ -225,6 +226,11 @@ class ReplicaNodes:
             for node, says in sorted(attempt.seated.items())
         }
         return attempt.number, words, set(attempt.node_of)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a node of the newest attempt has another launcher than before, and perhaps no memory."""
+        return self._attempt is not None and self._attempt.is_elsewhere
 
     def rows(self, now: float) -> list[HostRow]:
         """Describe the replica's hosts by number, then those that stand by; none after the replica's end."""
@@ -475,6 +481,7 @@ class ReplicaNodes:
                 for node, launcher in sorted(seats.items()):
                     attempt.seat(node, launcher.says)
                     was = before.seated.get(node) if before is not None else None
+                    attempt.is_elsewhere |= was is not None and was.id != launcher.says.id
                     if before is not None and was is not None and was.host == launcher.says.host:
                         attempt.instead |= {n: x for n, x in before.instead.items() if n == node}
                     elif was is not None:

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forked_processes import ForkedProcess, run_python, start_supervisor
@@ -16,6 +17,7 @@ from lighthouse_support import DEADLINE_S, LighthouseProcess, headers, wait_for
 from rich.console import Console
 
 from fabric.cli.status import _job
+from fabric.lighthouse.http.node_meeting import NodeMeetings
 
 # A rank: notes its environment, and acts as $PLAY says for its rank and attempt: an exit code, or "waits".
 RANK = """
@@ -241,3 +243,29 @@ def test_options_that_contradict_each_other_are_refused(options, sentence, tmp_p
         environment={**plain, "FABRIC_REPLICA": "r0", "FABRIC_LIGHTHOUSE": "http://127.0.0.1:1"},
     )
     assert done.returncode == 1 and sentence in done.stderr
+
+
+class NotedJob:
+    """A job that keeps what it hears of a replica's hosts."""
+
+    def __init__(self):
+        self.replaced = []
+
+    def note(self, kind, replica, why):
+        """An event for people."""
+
+    def host_replaced(self, replica):
+        self.replaced.append(replica)
+
+
+@pytest.mark.parametrize(
+    ("is_elsewhere", "why", "heard"), [(True, "", ["r0"]), (False, "", []), (True, "x", [])]
+)
+def test_the_leader_hears_when_ranks_start_on_another_host(is_elsewhere, why, heard):
+    job = NotedJob()
+    meetings = NodeMeetings(SimpleNamespace(by_name={"train": job}), lambda: None)
+    nodes = SimpleNamespace(
+        attempt=(2, {0: "node 0 on h2"}, set()), stage=("run", why, False), is_elsewhere=is_elsewhere
+    )
+    meetings._note("train", "r0", nodes)
+    assert job.replaced == heard

@@ -366,6 +366,21 @@ RULES = (
         "protocol/test_leader.py::test_a_new_leader_ends_the_promises_to_a_newcomer_that_does_not_come_to_it",
     ),
     Mutant(
+        "a state that was taken before the replica asked is used however old it is",
+        Joins.on_request_state,
+        "gradients <= min(KEPT - 1, peer.session.replay_steps)",
+        "True",
+        "protocol/test_own_memory.py::test_a_snapshot_for_a_replaced_host_that_is_too_old_is_not_used",
+    ),
+    Mutant(
+        "members keep a state for ever for a replaced host",
+        Joins.expect,
+        "self.state.now + EXPECTED_S",
+        "1e9",
+        "protocol/test_own_memory.py"
+        "::test_members_keep_no_gradients_for_ever_for_a_replaced_host_that_never_comes",
+    ),
+    Mutant(
         "a gradient is asked of one source only",
         CatchUp.fetch_when_behind,
         "urls = tuple(x for x in dict.fromkeys([*self.fetch.urls, *roster]) if x not in own)",

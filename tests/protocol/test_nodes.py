@@ -236,6 +236,12 @@ def test_a_failure_and_a_broken_connection_together_show_a_lost_host_within_a_se
     world.play(BROKEN_S + 2 * TICK_S)
     (outcome,) = world.judged.values()
     assert outcome.lost == ("node 1 (host-1) has not been heard for 1 s",)
+    world.until_all_run(4)
+    assert world.table.is_elsewhere, "the spare host may have no state in memory"
+    world.kill_rank(world.hosts[0])
+    world.tick()
+    world.until_all_run(10)
+    assert not world.table.is_elsewhere
 
 
 def test_a_launcher_that_returns_takes_its_number_again():

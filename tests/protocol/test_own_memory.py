@@ -1,12 +1,13 @@
 """A replica that starts again takes its state from its own hosts' memory, where that moves fewer bytes."""
 
 import pytest
-from protocol.makers import record_of
+from protocol.makers import record_of, report_of
 from protocol.test_leader import Lighthouse, runs, started
 from protocol.test_leader_ranks import addresses, status
 from protocol.test_member import FIRST, Trainer, resume_of, running
 
 from fabric.model import SnapshotRef
+from fabric.protocol.leader.joins import EXPECTED_S
 from fabric.protocol.messages import leader_events as lo
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
@@ -102,6 +103,79 @@ def test_a_newcomer_whose_own_state_was_of_no_use_gets_the_others():
     asks(lighthouse)
     assert not asks(lighthouse)
     assert [(to, x.step) for to, x in lighthouse.sent(m.TakeSnapshotFor)] == [("a", 8), ("b", 8)]
+
+
+def replaced():
+    """Replica c has died with its memory, and its ranks start on another host while the job is at step 7."""
+    lighthouse = started("a b c")
+    lighthouse.status("c", trainer="gone")
+    lighthouse.do(lo.SessionClosed("c", 1))
+    lighthouse.wait(0.1)
+    runs(lighthouse, "a b", 6)
+    for name in "ab":
+        lighthouse.beat(name, 7)
+    lighthouse.do(lo.HostReplaced("c"))
+    return lighthouse
+
+
+def taken(lighthouse, top):
+    """The members have snapshot step 8 for c, and are at step ``top`` when c opens its session."""
+    for name in "ab":
+        lighthouse.say(name, m.SnapshotTaken(lighthouse.record.fence, "c", 8, "d8"))
+        lighthouse.beat(name, top)
+    lighthouse.open("c", incarnation=2, replay_steps=2)
+    lighthouse.status("c", incarnation=2)
+    assert not lighthouse.sent(m.StateSources)
+    lighthouse.sent(m.TakeSnapshotFor)
+
+
+def asked_for(lighthouse):
+    return [(to, x.joiner, x.step) for to, x in lighthouse.sent(m.TakeSnapshotFor)]
+
+
+def test_members_snapshot_a_state_before_the_replica_of_a_replaced_host_asks_for_it():
+    lighthouse = replaced()
+    assert asked_for(lighthouse) == [("a", "c", 8), ("b", "c", 8)]
+    taken(lighthouse, 10)
+    (sources,) = asks(lighthouse)
+    assert (sources.state.step, sources.urls) == (8, ("http://a", "http://b"))
+    assert not asked_for(lighthouse)
+    assert not asks(lighthouse), "that state was of no use"
+    assert asked_for(lighthouse) == [("a", "c", 11), ("b", "c", 11)]
+
+
+def test_a_snapshot_for_a_replaced_host_that_is_too_old_is_not_used():
+    lighthouse = replaced()
+    taken(lighthouse, 11)
+    assert not asks(lighthouse), "three gradients have more bytes than the state"
+    assert asked_for(lighthouse) == [("a", "c", 12), ("b", "c", 12)]
+
+
+def test_members_keep_no_gradients_for_ever_for_a_replaced_host_that_never_comes():
+    lighthouse = replaced()
+    lighthouse.wait(EXPECTED_S - 1)
+    lighthouse.beat("a", 8)
+    assert not lighthouse.sent(m.StopServing)
+    lighthouse.wait(2.0)
+    assert {to for to, _ in lighthouse.sent(m.StopServing)} == {"a", "b"}
+
+
+def test_members_that_stand_still_snapshot_the_step_where_they_are_for_a_replaced_host():
+    """Found in simulation: the job waited for a second replica, and none came without a later step."""
+    lighthouse = started("a b", min_replicas=2)
+    lighthouse.status("b", trainer="gone")
+    lighthouse.do(lo.SessionClosed("b", 1))
+    lighthouse.wait(0.1)
+    assert lighthouse.record.names == ("a",)
+    lighthouse.say("a", report_of(lighthouse.record, 5))
+    lighthouse.do(lo.HostReplaced("b"))
+    assert asked_for(lighthouse) == [("a", "b", 5)]
+
+
+def test_a_replaced_host_of_a_member_asks_nobody_for_a_snapshot():
+    lighthouse = started("a b")
+    lighthouse.do(lo.HostReplaced("b"))
+    assert not asked_for(lighthouse)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Deliberate bugs in the end of a job; the worlds of ``end_worlds`` must notice each bug."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.model import JobEnd, Record
 from fabric.protocol.leader.job_endings import Endings

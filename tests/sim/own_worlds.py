@@ -50,6 +50,43 @@ class OwnRankWorld(OwnWorld, RankWorld):
     rank_faults = (*RANK_FAULTS, *("lose rank host",) * 3)
 
 
+REPLACED_REQUIRED = ("own: ready before it asked", "own: not ready", "path: replay", "during fetch")
+
+
+class ReplacedWorld(World):
+    """A world in which hosts of replicas are lost with their memory, and the leader hears of other ones.
+
+    Some of these replicas never come.
+    """
+
+    def __init__(self, seed: int, tracing: bool = False) -> None:
+        super().__init__(seed, tracing, aims=(AIMS[seed // 3 % len(AIMS)],) * 2 if seed % 3 == 1 else ())
+
+    def choose(self) -> Settings:
+        return long_steps(self.clockwork)
+
+    def kill_trainer(self, name: str, restart_s: float | None = None) -> bool:
+        killed = super().kill_trainer(name, restart_s)
+        if killed and self.clockwork.chance(0.7):
+            self.kill_server(name)
+            self.clockwork.at(self.clockwork.between(0.0, 0.5), lambda: self._tell(name))
+        return killed
+
+    def _tell(self, name: str) -> None:
+        leader = next((x for x in self.lighthouses.values() if x.leads and x.core is not None), None)
+        if leader is not None:
+            event = leader_events.HostReplaced(name)
+            leader.run(lambda: leader.feed(event) if leader.core is not None else None)
+
+    def told(self, effect: leader_events.RecordEvent) -> None:
+        super().told(effect)
+        if effect.kind == "needs state":
+            cores = [x.core for x in self.lighthouses.values() if x.leads and x.core is not None]
+            serving = [x.joins.serving[effect.about] for x in cores if effect.about in x.joins.serving]
+            is_ready = any(x.taken and x.has_sources for x in serving)
+            self.clockwork.counts["own: ready before it asked" if is_ready else "own: not ready"] += 1
+
+
 def long_steps(clockwork: Clockwork) -> Settings:
     settings = choose_settings(clockwork)
     settings.compute_s = clockwork.random.choice((0.1, 0.2, 0.3))

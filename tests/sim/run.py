@@ -26,7 +26,7 @@ from sim.mixed_worlds import MixedWorld
 from sim.norm_worlds import NormWorld
 from sim.notice_worlds import NoticeWorld
 from sim.order_worlds import OrderWorld
-from sim.own_worlds import OwnRankWorld, OwnWorld
+from sim.own_worlds import OwnRankWorld, OwnWorld, ReplacedWorld
 from sim.parted_worlds import PartedWorld
 from sim.ranks import RankWorld
 from sim.relayout_worlds import RelayoutWorld
@@ -67,6 +67,7 @@ KINDS: dict[str, Callable[[int], World]] = {
     "swarm": swarm_world,
     "own": OwnWorld,
     "own-ranks": OwnRankWorld,
+    "replaced": ReplacedWorld,
 }
 
 

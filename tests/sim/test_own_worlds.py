@@ -7,7 +7,12 @@ SEEDS = 400  # few lose the lighthouse during a join
 
 
 @pytest.mark.parametrize(
-    ("kind", "required"), [("own", own_worlds.REQUIRED), ("own-ranks", own_worlds.RANKS_REQUIRED)]
+    ("kind", "required"),
+    [
+        ("own", own_worlds.REQUIRED),
+        ("own-ranks", own_worlds.RANKS_REQUIRED),
+        ("replaced", own_worlds.REPLACED_REQUIRED),
+    ],
 )
 def test_replicas_begin_again_from_their_own_hosts_memory(kind, required):
     noticing.meet(kind, required, SEEDS)

@@ -200,3 +200,5 @@ class NodeMeetings:
         changed = [text for node, text in words.items() if node < 8 or " in the place of " in text]
         text = why or f"attempt {number}: {', '.join(changed[:16])}"
         job_shell.note("nodes fail" if why else "nodes start", replica, text)
+        if nodes.is_elsewhere and not why:
+            job_shell.host_replaced(replica)

@@ -572,6 +572,10 @@ class Job:
         if not (launches.ends_attached(report.replica) or is_member or report.stopped_by):
             self._feed(io.LaunchFailed(report.replica, report.host, report.why))
 
+    def host_replaced(self, replica: str) -> None:
+        """Note that the ranks of a replica start, and that one of its hosts is another than before."""
+        self._feed(io.HostReplaced(replica))
+
     def has_only_old_reports(self, seconds: float, unix_s: float) -> bool:
         """Forget the launchers' reports of such an age; return whether nothing of the job is left."""
         launches = self.history.recoveries.launches

@@ -499,6 +499,7 @@ _HANDLERS: dict[type, Callable[[LeaderCore, Any], None]] = {
     io.WriteFailed: LeaderCore.on_write_failed,
     io.Operator: LeaderCore.on_operator,
     io.LaunchFailed: lambda core, event: core.evidence.note_launch(event.replica, event.host, event.why),
+    io.HostReplaced: lambda core, event: core.joins.expect(event.replica),
     io.AcceptQueueFull: lambda core, event: core.state.liveness.note_overload(core.state.now + event.seconds),
     io.SharesAdvised: lambda core, event: core.adaptations.on_advised(event),
     io.LayoutAdvised: lambda core, event: core.relayouts.on_advised(event),

@@ -13,10 +13,12 @@ from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.record_writer import RecordWriter
 from fabric.protocol.leader.state import JobState, LeaderOutbox, RosterLimits
 from fabric.protocol.messages import network as m
-from fabric.protocol.rules.own_memory import ALWAYS_KEPT, own_snapshot
+from fabric.protocol.rules.own_memory import ALWAYS_KEPT, KEPT, own_snapshot
 
 # If all members missed the step of a snapshot, the leader asks for a later step after this many seconds.
 SERVE_AGAIN_S = 0.1
+# Members hold a state for so long for a replica whose ranks start on another host.
+EXPECTED_S = 120.0
 # A newcomer whose gap has not shrunk for this many steps cannot catch up by replay.
 GAP_STEPS = 10
 
@@ -38,6 +40,7 @@ class Serving(Struct):
     has_sources: bool = False
     asked_at: float = 0.0
     disputed: int = -1  # the newest step about which an event has named a dispute
+    expected_until: float = 0.0  # the newcomer has not asked yet, and is expected to until then
 
 
 class Joins(Struct, eq=False):
@@ -52,6 +55,15 @@ class Joins(Struct, eq=False):
     bases: BaseChoice
     serving: dict[str, Serving] = field(default_factory=dict)
 
+    def expect(self, replica: str) -> None:
+        """Let members snapshot a state for a replica whose ranks start on another host, before it asks."""
+        record = self.state.record
+        if record is None or record.member(replica) is not None or replica in self.serving:
+            return
+        if self.state.is_settled(record):  # else the members may park before a further step
+            self.ask_to_serve(record, replica, self._next_step(record))
+            self.serving[replica].expected_until = self.state.now + EXPECTED_S
+
     def on_request_state(self, peer: Peer, message: m.RequestState) -> None:
         """Offer a snapshot. After two failed replays the newcomer enters by a blocking join instead."""
         if self.state.in_force(peer):
@@ -61,6 +73,9 @@ class Joins(Struct, eq=False):
         cut = self.state.record is not None and bool(self.admission.out_of_reach(self.state.record, peer))
         serving = self.serving[name] = Serving(tries=old.tries if message.lost and not cut else 0)
         serving.lost = message.lost and not old.tries
+        gradients = self.state.top_step() - old.step
+        if self._is_expected(old) and old.asked and gradients <= min(KEPT - 1, peer.session.replay_steps):
+            serving = self.serving[name] = replace(old, expected_until=0.0, lost=serving.lost)
         self.outbox.record_event("needs state", name, message.why)
         if not peer.session.replay:
             serving.blocking_reason = "its settings turn replay off"
@@ -69,8 +84,11 @@ class Joins(Struct, eq=False):
 
     def forget(self, replica: str) -> None:
         """Forget the process before of this replica, but for the promises to it, which must end."""
-        if replica in self.serving:
+        if replica in self.serving and not self._is_expected(self.serving[replica]):
             self.serving[replica] = Serving(has_sources=True)
+
+    def _is_expected(self, serving: Serving) -> bool:
+        return serving.expected_until > self.state.now
 
     def take_over(self, session: m.OpenSession) -> None:
         """Take over, to end them, the promises to newcomers for which an earlier leader asked this member."""
@@ -92,7 +110,8 @@ class Joins(Struct, eq=False):
             peer, member = self.state.liveness.peers.get(joiner), record.member(joiner)
             inside = peer is not None and member is not None and peer.incarnation == member.incarnation
             caught_up = inside and member is not None and self.state.knows(member)
-            if peer is None and self.state.now < self.state.liveness.grace_until:
+            in_grace = peer is None and self.state.now < self.state.liveness.grace_until
+            if in_grace or (self._is_expected(serving) and not inside):
                 continue  # it may still come to this leader
             if peer is None or not peer.connected or caught_up:
                 del self.serving[joiner]
@@ -108,8 +127,11 @@ class Joins(Struct, eq=False):
             elif serving.lost and member is None and self._serve_own_memory(record, peer, serving):
                 continue
             else:
-                step = self.state.top_step() + (0 if self.state.is_parked(record) else 1)
-                self._serve_members_state(record, joiner, serving, step)
+                self._serve_members_state(record, joiner, serving, self._next_step(record))
+
+    def _next_step(self, record: Record) -> int:
+        """The next step that all members can snapshot: the present one where they stand still."""
+        return self.state.top_step() + (0 if self.state.is_parked(record) else 1)
 
     def _serve_members_state(self, record: Record, joiner: str, serving: Serving, step: int) -> None:
         """Ask the members for snapshots of ``step``; then tell the newcomer who has one."""

@@ -91,6 +91,12 @@ class LaunchFailed(Value):
     why: str
 
 
+class HostReplaced(Value):
+    """The ranks of a replica start, and one of its hosts may have no state in memory."""
+
+    replica: str
+
+
 class AcceptQueueFull(Value):
     """Too many members connect at once: some of them wait in the queue, for ``seconds`` more."""
 
@@ -136,6 +142,7 @@ Event = (
     | WriteFailed
     | Operator
     | LaunchFailed
+    | HostReplaced
     | AcceptQueueFull
     | SharesAdvised
     | LayoutAdvised

@@ -108,8 +108,8 @@ class TorchmetricsStates:
 
     def _state_of(self, name: str) -> tuple[int, _States]:
         """Return the number of updates, and copies of the states. Most metrics change in evaluations only."""
-        metric = self.metrics[name]
-        updates, tensors = metric._update_count, dict[str, torch.Tensor]()  # noqa: SLF001
+        metric, tensors = self.metrics[name], dict[str, torch.Tensor]()
+        updates: int = metric._update_count  # noqa: SLF001
         for state in metric._defaults:  # noqa: SLF001
             value = getattr(metric, state)
             if not isinstance(value, torch.Tensor):
@@ -118,8 +118,7 @@ class TorchmetricsStates:
             kept = self._copies.get((name, state))
             is_true = kept is not None and kept.source is value and version == kept.version >= 0
             if kept is None or not is_true or kept.updates != updates:
-                kept = _Copy(updates, value, version, value.detach().clone())
-                self._copies[name, state] = kept
+                kept = self._copies[name, state] = _Copy(updates, value, version, value.detach().clone())
             tensors[state] = kept.value
         return updates, tensors
 
@@ -134,10 +133,7 @@ def _check(name: str, metric: Any) -> None:
 
 
 def _put(
-    metric: Any,
-    updates: int,
-    states: Mapping[str, torch.Tensor],
-    added: Mapping[tuple[str, int], float],
+    metric: Any, updates: int, states: Mapping[str, torch.Tensor], added: Mapping[tuple[str, int], float]
 ) -> None:
     """Put ``states`` and what is ``added`` into ``metric``."""
     metric._update_count, metric._computed = updates, None  # noqa: SLF001

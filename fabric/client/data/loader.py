@@ -16,7 +16,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from fabric.client.data.randomness import seed_everything
-from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, indices_of, shuffles_all
+from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, shuffles_all
 from fabric.errors import ConfigError, FabricError
 from fabric.model import EVERYTHING, Record, Sharing
 from fabric.protocol.rules.spare import stack_of
@@ -587,10 +587,8 @@ class Loader:
 
     def samples(self, step: int, micro_batch: int) -> list[int]:
         """Return the samples of a micro-batch, with those of the ranks beside this one."""
-        if self.slice.count > 1:
-            return self.plan.samples(step, micro_batch)
-        items = self.items(step, micro_batch)
-        return items if self.plan.order is None else indices_of(items, self.plan.positions(step, micro_batch))
+        is_whole = self.plan.order is None and self.slice.count == 1
+        return self.items(step, micro_batch) if is_whole else self.plan.samples(step, micro_batch)
 
     def fetch(self, step: int, micro_batch: int) -> Any:
         if self.workers is not None:

@@ -7,9 +7,7 @@ they drew before.
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +31,10 @@ class UpdateRandomness:
     In ``session.steps`` each micro-batch is seeded, so the generators stay as the update leaves them. In a
     loop of the user's own the random numbers between updates are the user's: the first optimizer's step gives
     the generators back, as they were. A further optimizer's step is seeded again.
-
-    ``after_update``: seeds the generators for the loop's next step. Then the update need not give them back.
     """
 
     seed = 0
-    after_update: Callable[[], None] | None = None
+    gives_back = True  # false where the loop seeds the generators itself after each update
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._in_steps = False
@@ -70,8 +66,8 @@ class UpdateRandomness:
 
     def _seed(self, part: int) -> None:
         """Seed the generators for the update. ``part``: the number of optimizers before this one."""
-        if not self._in_steps and self._give_back is None:
-            self._give_back = self.after_update or Generators.now().restore
+        if self.gives_back and not self._in_steps and self._give_back is None:
+            self._give_back = keep_generators()
         seed_all(xxhash.xxh3_64_intdigest(f"{self.seed} {self._step} update {part}".encode()) >> 1)
 
     def _before(self, *_: object) -> None:
@@ -80,27 +76,20 @@ class UpdateRandomness:
         self._parts += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Generators:
-    """The states of the generators that ``seed_all`` seeds."""
+def keep_generators() -> Callable[[], None]:
+    """Return what gives back the generators that ``seed_all`` seeds, as they are now."""
+    initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = torch.cuda.get_rng_state_all() if initialised else []
+    cpu, legacy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
-    cpu: torch.Tensor
-    devices: list[torch.Tensor]
-    numpy: Any
-    python: Any
+    def give_back() -> None:
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        np.random.set_state(legacy)
+        random.setstate(python)
 
-    @classmethod
-    def now(cls) -> "Generators":
-        initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        devices = torch.cuda.get_rng_state_all() if initialised else []
-        return cls(torch.get_rng_state(), devices, np.random.get_state(), random.getstate())
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.devices:
-            torch.cuda.set_rng_state_all(self.devices)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
+    return give_back
 
 
 def seed_all(value: int) -> None:

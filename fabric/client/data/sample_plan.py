@@ -40,7 +40,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fabric.client.data.randomness import Generators, seed_all
+from fabric.client.data.randomness import keep_generators, seed_all
 from fabric.errors import ConfigError, FabricError
 from fabric.protocol.rules.assignment import cut
 
@@ -71,11 +71,7 @@ class SamplerOrder:
 
     def __init__(self, sampler: Any, seed: int, dataset: Any = None, generator: Any = None) -> None:
         self.name = type(sampler).__name__
-        if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
-            raise ConfigError(
-                f"the sampler {self.name} has no len(), and every replica must know how long a pass is: give "
-                "it __len__, the number of its indices in a pass"
-            )
+        length_of(sampler)
         self._seed, self._dataset = seed, dataset
         self._given, self._contents = sampler, _contents(sampler)
         self._jumps = _has_no_state(sampler)
@@ -184,6 +180,16 @@ class SamplerOrder:
             ) from error
 
 
+def length_of(sampler: Any) -> int:
+    """Return the length of a pass. Raises ConfigError for a sampler without one."""
+    if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
+        raise ConfigError(
+            f"the sampler {type(sampler).__name__} has no len(), and every replica must know how long a pass "
+            "is: give it __len__, the number of its indices in a pass"
+        )
+    return len(sampler)
+
+
 def indices_of(items: Sequence[Any], positions: Sequence[int]) -> list[int]:
     """Return the data set indices among a sampler's ``items`` at ``positions``, those of a batch one by one.
 
@@ -245,12 +251,12 @@ def _digest(items: Sequence[Any]) -> int:
 @contextlib.contextmanager
 def _seeded(seed: int, number: int) -> Iterator[None]:
     """Seed the generators of this process for pass ``number``; afterwards they are as before."""
-    states = Generators.now()
+    give_back = keep_generators()
     seed_all(xxhash.xxh3_64_intdigest(f"{seed} pass {number}".encode()) >> 1)
     try:
         yield
     finally:
-        states.restore()
+        give_back()
 
 
 EPOCH_ENDS = ("continue", "short", "drop")

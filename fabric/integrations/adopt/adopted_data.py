@@ -28,14 +28,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from fabric.client.data.loader import check_size
 from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, indices_of, sample_indices, shuffles_all
@@ -46,7 +39,7 @@ from fabric.client.loop.loop_source import refuse_memory
 from fabric.client.loop.user_functions import functions_in, loops_around, search, value_of
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
-from fabric.integrations.adopt.living_objects import OWN_WAY, outermost_modules, wrapped
+from fabric.integrations.adopt.living_objects import OWN_WAY, is_in_order, outermost_modules, wrapped
 from fabric.integrations.training_data import READING, TrainingData
 from fabric.protocol.rules.assignment import cut
 from fabric.runtime.living_objects import living
@@ -290,7 +283,7 @@ class AdoptedData:
             return False
         if self._trains:
             return self._goes_on(loader)
-        return not (_in_order(loader) and _another_shuffles(loader))
+        return not (is_in_order(loader) and _another_shuffles(loader))
 
     def _goes_on(self, loader: Loader) -> bool:
         """Whether the loader is that of the training, which the script has made again."""
@@ -709,21 +702,15 @@ def _draws_alike(node: ast.AST, values: Mapping[str, Any], methods: Collection[s
     return True
 
 
-def _in_order(loader: Loader) -> bool:
-    """Whether each pass has the order of the data set, as in most evaluations."""
-    batches = loader.batch_sampler
-    sampler = loader.sampler if batches is None or type(batches) is BatchSampler else batches
-    if isinstance(sampler, DistributedSampler):
-        return not sampler.shuffle
-    return type(sampler) in (SequentialSampler, BlockReader)
-
-
 def _another_shuffles(loader: Loader) -> bool:
     """Whether another DataLoader of the script has an order of its sampler."""
 
     def exist() -> bool:
         return any(
-            x is not loader and not isinstance(x.dataset, IterableDataset) and not _in_order(x)
+            x is not loader
+            and not isinstance(x.dataset, IterableDataset)
+            and BlockReader not in (type(x.sampler), type(x.batch_sampler))  # it reads for another one
+            and not is_in_order(x)
             for x in living(DataLoader)
         )
 

@@ -136,8 +136,8 @@ class AdoptedLoop:
     def after_update(self) -> None:
         """The update of this step is done, or was left out, as by a scaler."""
         self._has_gradient = self._exchanged = False
-        if self.session is not None:
-            self.session.randomness.end()
+        if self.session is not None:  # another seed on each replica
+            seed_everything(0, self.number, self._slot)
 
     def resume_at(self, step: int, batches_per_step: int, skipped: int) -> None:
         """The script has loaded a file that it saved when the loop had made ``step`` steps."""
@@ -174,12 +174,9 @@ class AdoptedLoop:
         """Bring the gradient of step ``number`` into ``.grad``, or find that the job has made that step."""
         if self.session is None:
             self._begin()
-        exchanges = self._waiting is None
-        if exchanges:
+        if self._waiting is None:
             self._exchange()
         self.number += 1
-        if not exchanges:
-            self._seed()
         self.data.next_step()
         if self._waiting is not None and self._waiting.number < self.number:
             step, self._waiting = self._waiting, None
@@ -223,10 +220,6 @@ class AdoptedLoop:
         self._schedule.put_back()
         self._set_computes(False)
 
-    def _seed(self) -> None:
-        """Seed the generators for the step that comes next; another seed on each replica."""
-        seed_everything(0, self.number, self._slot)
-
     def _set_computes(self, computes: bool) -> None:
         """Let the loop compute, or only count. At the job's step it computes if its gradients are wanted."""
         assert self.objects is not None
@@ -250,7 +243,7 @@ class AdoptedLoop:
         )
         assert isinstance(session, fabric.client.Session)
         session.say_in(_WORDS)
-        session.randomness.after_update = self._seed
+        session.randomness.gives_back = False
         self.objects, self.session = objects, session
         self._schedule = ScriptState(objects.schedule, [objects.optimizer])
         self._gradients = ScriptGradients(objects.model)

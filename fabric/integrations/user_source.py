@@ -55,6 +55,7 @@ from fabric.client.loop.user_functions import (
     search,
     spread,
     steers_forward,
+    steers_update,
     tree_of,
     value_of,
 )
@@ -349,6 +350,11 @@ def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", p
         at = _trains_by_past(loops, name)
         if at:
             return f"the training depends on {name}, which {place}:{at} measures for the next pass"
+    outputs = measured.of_outputs()
+    for node in ast.walk(loops[0]):
+        for value in steers_update(node, measured.values):
+            if outputs.measures(value):
+                return f"the update depends on what {place}:{value.lineno} measures in one replica"
     for name, at in kept_weights(tree, loops[0], sources) if tree is not None else ():
         return f"{name} at {place}:{at} keeps the weights that measure best"
     return ""
@@ -374,10 +380,14 @@ def _trains_by_past(loops: list[LOOPS], name: str) -> int:
 
 
 class _Measured:
-    """``names``: those in ``loop`` that a call of a model, or a call with a model, gives or changes."""
+    """``names``: those in ``loop`` that a call of a model, or a call with a model, gives or changes.
 
-    def __init__(self, loop: ast.stmt, values: dict[str, Any]) -> None:
-        self._values = values
+    ``gradients``: those that gradients give count too.
+    """
+
+    def __init__(self, loop: ast.stmt, values: dict[str, Any], gradients: bool = True) -> None:
+        self.values = values
+        self._loop, self._gradients = loop, gradients
         self.names: set[str] = set()
         size = -1
         while size != len(self.names):
@@ -387,7 +397,7 @@ class _Measured:
                     if node.value is not None and self.measures(node.value):
                         # ``step = train(model, step)`` measures none of the whole numbers that it gets.
                         given = {x.id for x in ast.walk(node.value) if isinstance(x, ast.Name)}
-                        counts = {name for name in given if type(self._values.get(name)) is int}
+                        counts = {name for name in given if type(self.values.get(name)) is int}
                         self.names |= set(stores([node])) - counts
                         # So is a table into which it is put under a key that varies.
                         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -401,6 +411,10 @@ class _Measured:
             self.names = made_from(loop, self.names, conditions=True) if self.names else set()
         self.names -= {name for name, x in values.items() if isinstance(x, torch.nn.Module)}
 
+    def of_outputs(self) -> "_Measured":
+        """Return what the outputs of a model give; a gradient is that of all replicas when it is clipped."""
+        return _Measured(self._loop, self.values, gradients=False)
+
     def is_fed(self, call: ast.Call) -> bool:
         """Whether a call gets what is measured."""
         return any(map(self.measures, [*call.args, *(x.value for x in call.keywords)]))
@@ -408,16 +422,18 @@ class _Measured:
     def measures(self, node: ast.AST) -> bool:
         """Whether an expression reads a measured name, or what a model gives."""
         if isinstance(node, ast.Attribute) and node.attr == "grad":
-            return True
+            return self._gradients
         if isinstance(node, ast.Call):
             if called(node) == "len":
                 return False
-            if called(node) in MEASURES_GRADIENTS or dotted(node.func) in _CLOCKS:
+            if called(node) in MEASURES_GRADIENTS:
+                return self._gradients
+            if dotted(node.func) in _CLOCKS:
                 return True
             if isinstance(node.func, ast.Attribute) and called(node) in _NO_MEASURE:
                 # ``(model(x) == y).float()`` is a figure, and ``model.float()`` is none.
                 return not self._is_model(node.func.value) and self.measures(node.func.value)
-            function = function_of(callee(self._values, dotted(node.func)))
+            function = function_of(callee(self.values, dotted(node.func)))
             if function is not None and _returns_figure(function):
                 return True
             if self._is_model(node.func) or any(self._is_model(x) for x in node.args):
@@ -435,21 +451,22 @@ class _Measured:
             root = root.value
         given = [*call.args, *(x.value for x in call.keywords)]
         if isinstance(root, ast.Name) and any(map(self.measures, given)):
-            kind: Any = type(self._values.get(root.id))
+            kind: Any = type(self.values.get(root.id))
             is_users = root.id != "self" and bool(methods_of(kind))
             if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
                 yield root.id
 
     def _is_model(self, node: ast.expr) -> bool:
-        return isinstance(value_of(self._values, dotted(node)), torch.nn.Module)
+        return isinstance(value_of(self.values, dotted(node)), torch.nn.Module)
 
 
 def _returns_figure(function: UserFunction) -> bool:
-    """Whether a function without the model among its arguments returns what the model gives."""
+    """Whether a function without the model among its arguments returns what the model gives, or a time."""
 
     def asks(node: ast.AST) -> bool:
-        calls = [x for x in ast.walk(node) if isinstance(x, ast.Call)]
-        return any(isinstance(value_of(function.values, dotted(x.func)), torch.nn.Module) for x in calls)
+        names = [dotted(x.func) for x in ast.walk(node) if isinstance(x, ast.Call)]
+        values = [value_of(function.values, x) for x in names]
+        return not _CLOCKS.isdisjoint(names) or any(isinstance(x, torch.nn.Module) for x in values)
 
     sets = [x for x in ast.walk(function.node) if isinstance(x, ast.Assign | ast.AugAssign) and asks(x.value)]
     figures = made_from(function.node, set(stores(sets)))

@@ -461,7 +461,10 @@ drop, scaled = torch.nn.Dropout(0.5), Scaled()
 buffer, figures, shared = torch.zeros(2, 2), {"loss": 0.0}, {"table": torch.ones(4)}
 numbers, more = itertools.cycle([1.0, 2.0]), torch.utils.data.DataLoader([torch.ones(2)])
 reading = iter(more)
+def all_reduce(value): return value
 model, session, data = attached(shared=shared, kept=kept)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 """
 KEPT = {
     "table, which": "for x in step:\n    step.backward((table[:2] * model(x)).sum())\n"
@@ -527,6 +530,37 @@ NOT_KEPT = {
 }
 
 
+LOCAL = {
+    "a rate": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss.item()\ngroups[0]['lr'] = 1 / (1 + total)",
+    "a limit": "worst = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    worst = max(worst, loss.item())\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1 + worst)",
+    "an update": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss.item()\nif total < 3: optimizer.step()",
+    "an end": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss.item()\nif step.contributed and total < 3: break",
+    "a plateau": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss.item()\nplateau.step(total)",
+    "a meter": "for x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    balance.update(loss)\n"
+    "if balance.mean < 3: groups[0]['lr'] = 0.1",
+}
+NOT_LOCAL = {
+    "the sums of the job": "for x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    session.metrics(loss=loss.item())\nloss = step.metrics['loss']\ngroups[0]['lr'] = 1 / (1 + loss)\n"
+    "if loss < -1e9: break",
+    "the average gradient": "for x in step:\n    step.backward(model(x).sum())\n"
+    "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nif norm < 3: optimizer.step()",
+    "a test for health": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss\nif torch.isfinite(total): optimizer.step()",
+    "a collective": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss\ntotal = all_reduce(total)\nif total < 3: optimizer.step()",
+    "prints and an end of the micro-batches": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n"
+    "    step.backward(loss)\n    total += loss.item()\n    if total > 1e9: print(total)\n"
+    "if total > 3: print(total)",
+}
+
+
 def run_steps(monkeypatch, tmp_path, body):
     """Run two steps of a loop with this body."""
     path, loop = tmp_path / "script.py", "for step in session.steps(data, until=2):\n"
@@ -554,6 +588,19 @@ def test_the_first_call_refuses_best_weights_that_the_loop_keeps(monkeypatch, tm
         ConfigError, match=r"kept_weights at script.py:\d+ keeps weights by best, and a replica"
     ):
         run_steps(monkeypatch, tmp_path, body + "if step.number == 1: model.load_state_dict(kept_weights)")
+
+
+@pytest.mark.parametrize("body", LOCAL.values(), ids=LOCAL)
+def test_the_first_call_refuses_an_update_that_goes_by_the_micro_batches_of_one_replica(
+    monkeypatch, tmp_path, body
+):
+    with pytest.raises(ConfigError, match=r"the update depends on \w+ \(script.py:\d+\), which goes by"):
+        run_steps(monkeypatch, tmp_path, body)
+
+
+@pytest.mark.parametrize("body", NOT_LOCAL.values(), ids=NOT_LOCAL)
+def test_an_update_that_goes_by_what_all_replicas_share_is_left_alone(monkeypatch, tmp_path, body):
+    run_steps(monkeypatch, tmp_path, body)
 
 
 @pytest.mark.parametrize("body", NOT_KEPT.values(), ids=NOT_KEPT)

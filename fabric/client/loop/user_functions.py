@@ -19,10 +19,14 @@ from types import FrameType, FunctionType, MappingProxyType, MethodType, ModuleT
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
 
 import fabric
 from fabric.client.loop.loop_flow import (
+    CLIPS,
     GROWS,
+    asks_for_health,
     called,
     carry,
     dotted,
@@ -32,6 +36,7 @@ from fabric.client.loop.loop_flow import (
     made_from,
     moves_training,
     names_read,
+    sets_rate,
     stores,
 )
 from fabric.errors import FabricError
@@ -41,6 +46,7 @@ _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
 _LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
 _CALLS = ("__call__", "__getitem__", "__getitems__")  # the methods that give data
+_CONTAINERS = {list, tuple, dict, torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict}
 # Limits of a search: the parts of an object, their depth, the length of a list, and the functions.
 _PARTS, _DEPTH, _FEW, _FUNCTIONS = 1000, 4, 64, 300
 
@@ -137,6 +143,31 @@ def value_of(values: Mapping[str, Any], name: str) -> Any:
     return value
 
 
+def steers_update(node: ast.AST, values: Mapping[str, Any]) -> list[ast.expr]:
+    """Return the expressions by which a node sets a rate or a limit for the gradient, or asks for an update.
+
+    ``values``: the objects of the names.
+    """
+
+    def is_step_of(call: ast.AST, kinds: Any) -> bool:
+        if not isinstance(call, ast.Call) or called(call) != "step":
+            return False
+        return isinstance(value_of(values, dotted(call.func).rpartition(".")[0]), kinds)
+
+    if isinstance(node, ast.Assign | ast.AugAssign) and sets_rate(node):
+        return [node.value]
+    if isinstance(node, ast.Call):
+        given = [*node.args, *(x.value for x in node.keywords)]
+        if sets_rate(node) or is_step_of(node, LRScheduler):
+            return given
+        return given[1:] if called(node) in CLIPS else []
+    if isinstance(node, ast.If) and not asks_for_health(node.test):
+        chosen = [y for part in (*node.body, *node.orelse) for y in ast.walk(part)]
+        if any(sets_rate(x) or is_step_of(x, Optimizer | torch.amp.GradScaler) for x in chosen):
+            return [node.test]
+    return []
+
+
 def steers_forward(module: torch.nn.Module, attribute: str) -> bool:
     """Return whether calls of a module read one of its plain attributes, as Dropout reads ``p``."""
     kind: Any = type(module)
@@ -192,7 +223,14 @@ class RunningSource:
 
     def value(self, node: ast.expr) -> Any:
         """Return the object of an expression, or None."""
-        return node.value if isinstance(node, ast.Constant) else value_of(self.values, dotted(node))
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Subscript):  # of a container whose item runs no code of the user
+            held = self.value(node.value)
+            with contextlib.suppress(ValueError, TypeError, LookupError):
+                return held[ast.literal_eval(node.slice)] if type(held) in _CONTAINERS else None
+            return None
+        return value_of(self.values, dotted(node))
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,6 +73,7 @@ class AdoptedLoop:
         self._outputs = RepeatedOutputs()
         self._by_hand = HandUpdates()
         self._has_gradient = False  # a backward pass has run since the last update
+        self._is_between = False  # the update is done, and the script has not got its next batch
         self._exchanged = False  # the gradient of this step is exchanged, and the update is to come
         self.updates = True  # whether that update is real
         self.has_left = False  # the session has ended this process
@@ -92,6 +93,8 @@ class AdoptedLoop:
                     f"{OWN_WAY}"
                 )
             self._by_hand.note(losses)
+        if self._exchanged and self._leaves_update_out():
+            self.after_update()
         if self._exchanged:
             raise ConfigError(
                 "the script runs another backward pass between the first use of the gradient and its update, "
@@ -99,6 +102,14 @@ class AdoptedLoop:
             )
         self._has_gradient = True
         self.data.note_backward()
+
+    def _leaves_update_out(self) -> bool:
+        """Whether the script has dropped an exchanged gradient, as one whose norm is not finite.
+
+        All replicas do so. A scheduler that does not advance then would be ahead in a replica that joins.
+        """
+        assert self.objects is not None and self._gradients is not None
+        return not self.objects.schedulers and self._gradients.are_cleared
 
     def after_backward(self) -> None:
         """The gradients are as the script's backward pass made them, or zeros where it did not run."""
@@ -135,6 +146,18 @@ class AdoptedLoop:
     def after_update(self) -> None:
         """The update of this step is done, or was left out."""
         self._has_gradient = self._exchanged = False
+        if self.data.sampler is not None:
+            self._is_between = True
+            seed_everything(0, self.number, -1)
+
+    def before_batch(self) -> None:
+        """The script is about to get a batch of the job: from now on its random numbers are its replica's.
+
+        Those between an update and this are equal on all replicas, as noise on the weights must be.
+        """
+        if self._is_between:
+            self._is_between = False
+            seed_everything(0, self.number, self._slot)
 
     def resume_at(self, step: int, batches_per_step: int, skipped: int) -> None:
         """The script has loaded a file that it saved when the loop had made ``step`` steps."""
@@ -171,7 +194,8 @@ class AdoptedLoop:
         """Bring the gradient of step ``number`` into ``.grad``, or find that the job has made that step."""
         if self.session is None:
             self._begin()
-        seed_everything(0, self.number + 1, self._slot)  # for the script's next step, after this update
+        if self.data.sampler is None:
+            seed_everything(0, self.number + 1, self._slot)  # for the script's next step, after this update
         if self._waiting is None:
             self._exchange()
         self.number += 1

@@ -74,11 +74,6 @@ class ScriptGradients:
                 f"update, before --adopt can average them: {OWN_WAY}"
             )
 
-    @property
-    def are_cleared(self) -> bool:
-        """Whether no gradient is left, as after ``zero_grad``."""
-        return not any(x.grad is not None and x.grad.count_nonzero() for x in self._parameters)
-
     def drop(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None

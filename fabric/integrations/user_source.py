@@ -350,7 +350,8 @@ def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", p
         at = _trains_by_past(loops, name)
         if at:
             return f"the training depends on {name}, which {place}:{at} measures for the next pass"
-    outputs = measured.of_outputs()
+    # A gradient is that of all replicas when a limit or a rate goes by it.
+    outputs = _Measured(loops[0], measured.values, gradients=False)
     for node in ast.walk(loops[0]):
         for value in steers_update(node, measured.values):
             if outputs.measures(value):
@@ -387,7 +388,7 @@ class _Measured:
 
     def __init__(self, loop: ast.stmt, values: dict[str, Any], gradients: bool = True) -> None:
         self.values = values
-        self._loop, self._gradients = loop, gradients
+        self._gradients = gradients
         self.names: set[str] = set()
         size = -1
         while size != len(self.names):
@@ -410,10 +411,6 @@ class _Measured:
                     self.names |= set(self._changed(node.value, loop))
             self.names = made_from(loop, self.names, conditions=True) if self.names else set()
         self.names -= {name for name, x in values.items() if isinstance(x, torch.nn.Module)}
-
-    def of_outputs(self) -> "_Measured":
-        """Return what the outputs of a model give; a gradient is that of all replicas when it is clipped."""
-        return _Measured(self._loop, self.values, gradients=False)
 
     def is_fed(self, call: ast.Call) -> bool:
         """Whether a call gets what is measured."""

@@ -155,11 +155,11 @@ def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequ
                 f"the training depends on {name} ({here.file}:{line}), which goes by the micro-batches of "
                 "one replica, and replicas have different ones: put it into the data set of session.loader"
             )
-    if found := _local_steering(tree, loop, step, values):
+    for name, line in _local_steering(tree, loop, step, values):
         raise ConfigError(
-            f"the update depends on {found[0]} ({here.file}:{found[1]}), which goes by the micro-batches of "
-            "one replica, and replicas have different ones: add it up by session.metrics, and read "
-            "step.metrics after the micro-batches"
+            f"the update depends on {name} ({here.file}:{line}), which goes by the micro-batches of one "
+            "replica, and replicas have different ones: add it up by session.metrics, and read step.metrics "
+            "after the micro-batches"
         )
     parts = list(_shared_parts(shared))
     held, memory = {id(x) for x in parts}, {x.data_ptr() for x in parts if isinstance(x, torch.Tensor)}
@@ -244,18 +244,19 @@ def _numbers(loop: ast.For, step: str) -> dict[str, int]:
 
 def _local_steering(
     tree: ast.AST, loop: ast.For, step: str, values: Mapping[str, Any]
-) -> tuple[str, int] | None:
-    """Return a name that the micro-batches set, and the line of an update or an end that goes by it."""
+) -> Iterator[tuple[str, int]]:
+    """Yield each name that the micro-batches set, and the line of an update or an end that goes by it."""
     inner = [x for x in ast.walk(loop) if isinstance(x, ast.For) and _iterates(x.iter, step)]
     parts = [part for x in inner for part in (x.target, *x.body)]
     within = {id(x) for part in parts for x in ast.walk(part)}
     calls = [x for x in ast.walk(loop) if isinstance(x, ast.Call)]
     if any(called(x) in _COLLECTIVES for x in calls):
-        return None
+        return
     local = set(_own(tree, dict.fromkeys(stores(parts), 0)))
-    kinds: dict[str, Any] = {name: type(value) for name, value in values.items()}
-    fed = [x.func.value for x in calls if id(x) in within and isinstance(x.func, ast.Attribute)]
-    local |= {x.id for x in fed if isinstance(x, ast.Name) and _keeps(kinds.get(x.id, int))}
+    for x in (x.func.value for x in calls if id(x) in within and isinstance(x.func, ast.Attribute)):
+        kind: Any = type(value_of(values, dotted(x)))
+        if not issubclass(kind, torch.nn.Module) and (issubclass(kind, list | deque) or methods_of(kind)):
+            local.add(dotted(x))  # a list, or a meter of the user's, keeps what it gets
     rest = [x for x in loop.body if not any(id(y) in within for y in ast.walk(x))]
     local = made_from(ast.Module(rest, []), local)
     for node in (x for x in ast.walk(loop) if id(x) not in within):
@@ -264,14 +265,7 @@ def _local_steering(
             breaks = any(isinstance(x, ast.Break) and is_own for x, is_own in inside(node))
             tests += [node.test] if breaks else []
         for name in sorted({name for test in tests for name in names_read(test)} & local):
-            return name, getattr(node, "lineno", 0)
-    return None
-
-
-def _keeps(kind: Any) -> bool:
-    """Whether an object of this class keeps what a call gives it, as a list or a meter of the user's."""
-    is_module = issubclass(kind, torch.nn.Module)
-    return not is_module and (issubclass(kind, list | deque) or bool(methods_of(kind)))
+            yield name, getattr(node, "lineno", 0)
 
 
 def _shared_parts(shared: Iterable[Any]) -> Iterator[Any]:

@@ -738,11 +738,11 @@ def _another_shuffles(loader: Loader) -> bool:
     return exist()
 
 
-def _has_same_samples(one: Any, other: Any) -> bool:
+def _has_same_samples(own: Any, other: Any) -> bool:
     """Whether two data sets are one, or were made of the same tensors."""
-    if isinstance(one, TensorDataset) and isinstance(other, TensorDataset):
-        return len(one.tensors) == len(other.tensors) and all(map(operator.is_, one.tensors, other.tensors))
-    return one is other
+    if isinstance(own, TensorDataset) and isinstance(other, TensorDataset):
+        return len(own.tensors) == len(other.tensors) and all(map(operator.is_, own.tensors, other.tensors))
+    return own is other
 
 
 def _name(loader: Loader | None) -> str:

@@ -108,8 +108,9 @@ class AdoptedLoop:
 
         All replicas do so. A scheduler that does not advance then would be ahead in a replica that joins.
         """
-        assert self.objects is not None and self._gradients is not None
-        return not self.objects.schedulers and self._gradients.are_cleared
+        assert self.objects is not None
+        gradients = [p.grad for p in self.objects.model.parameters() if p.grad is not None]
+        return not self.objects.schedulers and not any(map(torch.count_nonzero, gradients))
 
     def after_backward(self) -> None:
         """The gradients are as the script's backward pass made them, or zeros where it did not run."""

@@ -15,7 +15,6 @@ alone.
 """
 
 import ast
-import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from fabric.client.loop.loop_source import changed_names
 from fabric.client.loop.user_functions import (
     UserFunction,
     callee,
+    drawn_from,
     function_of,
     functions_in,
     kept_by_loop,
@@ -67,7 +67,6 @@ _COLLECTIVES = {
 # Tensors have methods of these names too: they count on these attributes, and in torch.distributed.
 _SHARED_NAMES = {"broadcast", "gather", "reduce", "scatter"}
 _BACKWARDS = {"backward", "manual_backward"}
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _BRANCHES = ast.If | ast.Try | ast.Match | ast.While
 
 
@@ -236,7 +235,7 @@ def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
     for method in methods:
         branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
         conditional = {id(y) for x in branches for y in ast.walk(x)}
-        for name, line in _generators(method):
+        for name, line in drawn_from(method.node, method.values):
             kept.setdefault(method.symbols[name], (method, line))
         for x in ast.walk(method.node):  # a list of an object that grows
             if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in GROWS:
@@ -255,17 +254,6 @@ def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
 def _of_objects(method: UserFunction, names: Collection[str]) -> list[str]:
     """Return the symbols of names that are not the method's own, by their names."""
     return sorted(method.shared(names), key=lambda x: x.partition(".")[2])
-
-
-def _generators(method: UserFunction) -> Iterator[tuple[str, int]]:
-    """Yield the names of generators of random numbers that the method draws from, and the line."""
-    for x in ast.walk(method.node):
-        if isinstance(x, ast.Call):
-            held = x.func.value if isinstance(x.func, ast.Attribute) else x.func
-            for name in map(dotted, (held, *x.args, *(z.value for z in x.keywords))):
-                drawn = value_of(method.values, name)
-                if isinstance(drawn, _GENERATORS) and drawn is not torch.default_generator:
-                    yield name, x.lineno
 
 
 def _tables(statement: ast.AST, method: UserFunction) -> set[str]:

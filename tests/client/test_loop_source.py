@@ -8,6 +8,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -227,7 +228,6 @@ NOT_CARRIED = {
     "an augmented loss": "for x in step:\n    loss = f(x)\n    loss += g(x)\n    step.backward(loss)",
     "a step's number": "beta = g(step.number)\n" + TRAIN,
     "a count from a step's number": "it = step.number\nbeta = g(it)\nit += 1\n" + TRAIN,
-    "a sum of metrics": TRAIN + "seen = seen + step.metrics['tokens']\nbeta = g(seen)",
     "a fresh value in both branches": "if a:\n    b = 1\nelse:\n    b = 2\nb += 1\nbeta = b\n" + TRAIN,
     "a gradient of the job": TRAIN + "for p in group:\n    p.grad = p.grad * 2\n    p.grad.mul_(2)\n"
     "    p.grad *= 2\nmodel.weight.grad += 1",
@@ -462,7 +462,10 @@ buffer, figures, shared = torch.zeros(2, 2), {"loss": 0.0}, {"table": torch.ones
 numbers, more = itertools.cycle([1.0, 2.0]), torch.utils.data.DataLoader([torch.ones(2)])
 reading = iter(more)
 def all_reduce(value): return value
-model, session, data = attached(shared=shared, kept=kept)
+held, of_state = torch.nn.Linear(2, 1), torch.Generator()
+model, session, data = attached(shared=shared, kept=kept, held=held, of_state=of_state)
+before, old, target, baseline, loss = None, model.weight.detach().clone(), torch.nn.Linear(2, 1), 0.0, 0.0
+own, rng = torch.Generator(), numpy.random.default_rng(0)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 """
@@ -494,6 +497,41 @@ KEPT = {
     "    step.backward(loss / balance.mean)\n    balance.update(loss)",
     "self.mean, which Balance.__call__ keeps": "for x in step:\n    step.backward(balance(model(x).sum()))",
     "count, which warmed keeps": "for x in step:\n    loss = warmed(model(x).sum())\n    step.backward(loss)",
+}
+LATER = {
+    "the batch before": "for x in step:\n    loss = model(x).sum()\n    if before is not None:\n"
+    "        loss = loss + model(before).sum()\n    step.backward(loss)\n    before = x",
+    "weights of some steps ago": "for x in step:\n    loss = model(x).sum() + (model.weight - old).sum()\n"
+    "    step.backward(loss)\nif step.number % 10 == 9:\n    old = model.weight.detach().clone()",
+    "a target network": "for x in step:\n    with torch.no_grad():\n        wanted = target(x)\n"
+    "    step.backward((model(x) - wanted).sum())\n"
+    "if step.number % 10 == 0:\n    target.load_state_dict(model.state_dict())",
+    "a generator": "for x in step:\n    step.backward(model(x).sum())\n"
+    "model.weight.grad.add_(torch.randn(1, 2, generator=own))",
+    "a generator of numpy": "for x in step:\n    step.backward((model(x) * rng.standard_normal()).sum())",
+    "a baseline of its own old value": "for x in step:\n    step.backward((model(x) - baseline).sum())\n"
+    "    session.metrics(r=1.0)\nbaseline = 0.9 * baseline + 0.1 * step.metrics['r']",
+    "an index that leaves batches out": "for i, x in enumerate(step):\n    if i > 2:\n        continue\n"
+    "    step.backward(model(x).sum())",
+    "an index that ends the micro-batches": "for i, x in enumerate(step):\n"
+    "    step.backward(model(x).sum())\n    if i == 2:\n        break",
+}
+NOT_LATER = {
+    "the weights before this step": "for x in step:\n"
+    "    step.backward(model(x).sum() + (model.weight - old).sum())\nold = model.weight.detach().clone()",
+    "sums of the step before": "for x in step:\n    step.backward((model(x) - baseline).sum())\n"
+    "    session.metrics(r=1.0)\nbaseline = step.metrics['r']",
+    "a loss that is printed before it is set": "if step.number:\n    print(loss)\nfor x in step:\n"
+    "    loss = model(x).sum()\n    step.backward(loss)",
+    "a target network in state": "for x in step:\n    with torch.no_grad():\n        wanted = held(x)\n"
+    "    step.backward((model(x) - wanted).sum())\n"
+    "if step.number % 10 == 0:\n    held.load_state_dict(model.state_dict())",
+    "a generator in state": "for x in step:\n    step.backward(model(x).sum())\n"
+    "model.weight.grad.add_(torch.randn(1, 2, generator=of_state))",
+    "a generator of a validation": "for x in step:\n    step.backward(model(x).sum())\n"
+    "print(rng.standard_normal(), torch.rand(2, generator=own))",
+    "an index that is printed at times": "for i, x in enumerate(step):\n    if i % 2 == 0:\n"
+    "        print(i)\n    step.backward(model(x).sum())",
 }
 NOT_KEPT = {
     "state": "for x in step:\n    step.backward((shared['table'][:2] * model(x)).sum())\n"
@@ -570,7 +608,7 @@ def run_steps(monkeypatch, tmp_path, body):
     def attached(**state):
         return session_of(monkeypatch, state=state)
 
-    names = {"torch": torch, "itertools": itertools, "attached": attached}
+    names = {"torch": torch, "numpy": numpy, "itertools": itertools, "attached": attached}
     exec(compile(path.read_text(), str(path), "exec"), names)
 
 
@@ -588,6 +626,19 @@ def test_the_first_call_refuses_best_weights_that_the_loop_keeps(monkeypatch, tm
         ConfigError, match=r"kept_weights at script.py:\d+ keeps weights by best, and a replica"
     ):
         run_steps(monkeypatch, tmp_path, body + "if step.number == 1: model.load_state_dict(kept_weights)")
+
+
+@pytest.mark.parametrize("body", LATER.values(), ids=LATER)
+def test_the_first_call_refuses_what_a_step_sets_or_draws_for_the_training_of_later_ones(
+    monkeypatch, tmp_path, body
+):
+    with pytest.raises(ConfigError, match=r"the training depends on \w+(, | \()"):
+        run_steps(monkeypatch, tmp_path, body)
+
+
+@pytest.mark.parametrize("body", NOT_LATER.values(), ids=NOT_LATER)
+def test_what_a_replica_that_joins_sets_alike_is_left_alone(monkeypatch, tmp_path, body):
+    run_steps(monkeypatch, tmp_path, body)
 
 
 @pytest.mark.parametrize("body", LOCAL.values(), ids=LOCAL)

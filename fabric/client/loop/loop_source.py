@@ -30,6 +30,7 @@ from fabric.client.loop.loop_flow import (
     early_change,
     inside,
     kept_weights,
+    loads_weights,
     loops_at,
     made_from,
     moves_training,
@@ -38,7 +39,9 @@ from fabric.client.loop.loop_flow import (
 )
 from fabric.client.loop.user_functions import (
     RunningSource,
+    attributes_of,
     changed_in_place,
+    drawn_from,
     kept_by_calls,
     kept_by_loop,
     methods_of,
@@ -150,7 +153,8 @@ def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequ
             raise changed_early(f"{here.file}:{line} changes gradients")
     _refuse_judged(here, tree, loop, shared)
     for name, line in _numbers(loop, step).items():
-        if moves_training(loop, made_from(loop, {name}, parts=True)):
+        made = made_from(loop, {name}, parts=True)
+        if moves_training(loop, made) or _chooses_batches(loop, made):
             raise ConfigError(
                 f"the training depends on {name} ({here.file}:{line}), which goes by the micro-batches of "
                 "one replica, and replicas have different ones: put it into the data set of session.loader"
@@ -180,6 +184,7 @@ def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequ
                 "each replica changes its own: make it from the batch, or from step.metrics and keep it in a "
                 "dict that attach(..., state=) names"
             )
+    _refuse_later(here, loop, shared)
     kept = kept_by_loop(loop, values, held)
     if kept:
         raise ConfigError(
@@ -266,6 +271,70 @@ def _local_steering(
             tests += [node.test] if breaks else []
         for name in sorted({name for test in tests for name in names_read(test)} & local):
             yield name, getattr(node, "lineno", 0)
+
+
+def _chooses_batches(loop: ast.For, made: set[str]) -> bool:
+    """Whether a test of these names leaves a micro-batch out, or runs a backward pass."""
+    for test in (x for x in ast.walk(loop) if isinstance(x, ast.If) and names_read(x.test) & made):
+        chosen = [(y, is_own) for part in test.body for y, is_own in ((part, True), *inside(part))]
+        if any(isinstance(y, ast.Break | ast.Continue) and is_own for y, is_own in chosen):
+            return True
+        if any(isinstance(y, ast.Call) and called(y) == "backward" for y, _ in chosen):
+            return True
+    return False
+
+
+def _refuse_later(here: RunningSource, loop: ast.For, shared: Sequence[Any]) -> None:
+    """Raise ConfigError for what steps set for later ones, or draw, and a replica that joins does not."""
+    values = here.values
+    held = {id(y) for x in shared for y in (x, *attributes_of(x).values())}
+    held |= {id(y) for x in shared if isinstance(x, torch.nn.Module) for y in x.modules()}
+    held -= {id(None), id(True), id(False)}
+    for name, line in _set_for_later(loop):
+        path = name.split(".")
+        if not any(id(value_of(values, ".".join(path[: i + 1]))) in held for i in range(len(path))):
+            raise ConfigError(
+                f"the training depends on {name}, which {here.file}:{line} sets for later steps, and a "
+                f"replica that joins begins with another {name}: keep it in an object that attach(..., "
+                "state=) names"
+            )
+    for name, line in drawn_from(loop, values):
+        if id(value_of(values, name)) not in held and moves_training(loop, made_from(loop, {name})):
+            raise ConfigError(
+                f"the training depends on {name}, a generator that {here.file}:{line} draws from, and each "
+                "replica draws other numbers of it: draw from torch's own generator, which fabric seeds for "
+                "each micro-batch and update, or keep one for the update in state="
+            )
+
+
+def _set_for_later(loop: ast.For) -> Iterator[tuple[str, int]]:
+    """Yield the names by which a step trains before it sets them, and which a joining replica sets otherwise.
+
+    Their value goes by the micro-batches, or not every step sets it.
+    """
+    step, nodes = _step_name(loop.target, loop.iter), list(ast.walk(loop))
+    inner = [x for x in nodes if isinstance(x, ast.For) and _iterates(x.iter, step)]
+    batch = set(stores(part for x in inner for part in (x.target, *x.body)))
+    targets = {
+        name for x in nodes if isinstance(x, ast.For | ast.comprehension) for name in stores([x.target])
+    }
+    branched = {id(y) for x in nodes if isinstance(x, ast.If) for y in ast.walk(x)}
+    statements = [x for x in nodes if isinstance(x, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr)]
+    first: dict[str, ast.stmt] = {}
+    for node in sorted(statements, key=lambda x: x.lineno):
+        names = set(stores([node]))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and loads_weights(node.value):
+            names = {dotted(node.value.func).rpartition(".")[0]}
+        for name in names - targets - {""}:
+            first.setdefault(name, node)
+    for name, put in first.items():
+        shared = {x.attr for x in ast.walk(put) if isinstance(x, ast.Attribute)} & _SHARED
+        if id(put) not in branched and (shared or not names_read(put) & (batch - {name})):
+            continue
+        for node in (x for x in statements if x.lineno < put.lineno and name in names_read(x)):
+            made = set(stores([node]))
+            if moves_training(node, {name}) or (made and moves_training(loop, made_from(loop, made))):
+                yield name, put.lineno
 
 
 def _shared_parts(shared: Iterable[Any]) -> Iterator[Any]:
@@ -499,7 +568,8 @@ def _own(tree: ast.AST, carried: dict[str, int]) -> dict[str, int]:
             carried = {name: at for name, at in carried.items() if name not in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             shared = {x.attr for x in ast.walk(node.value) if isinstance(x, ast.Attribute)} & _SHARED
-            carried = {name: at for name, at in carried.items() if not shared or name not in stores([node])}
+            fresh = set(stores([node])) - names_read(node.value) if shared else set()
+            carried = {name: at for name, at in carried.items() if name not in fresh}
     return carried
 
 

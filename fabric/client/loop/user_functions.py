@@ -10,6 +10,7 @@ import functools
 import inspect
 import linecache
 import logging
+import random
 import sysconfig
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import FrameType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
@@ -46,6 +48,7 @@ _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
 _LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
 _CALLS = ("__call__", "__getitem__", "__getitems__")  # the methods that give data
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CONTAINERS = {list, tuple, dict, torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict}
 # Limits of a search: the parts of an object, their depth, the length of a list, and the functions.
 _PARTS, _DEPTH, _FEW, _FUNCTIONS = 1000, 4, 64, 300
@@ -141,6 +144,19 @@ def value_of(values: Mapping[str, Any], name: str) -> Any:
         tables = ("_parameters", "_buffers", "_modules") if isinstance(value, torch.nn.Module) else ()
         value = next((x[part] for x in (own, *(own.get(y, {}) for y in tables)) if part in x), None)
     return value
+
+
+def drawn_from(node: ast.AST, values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the names of generators of random numbers that a node draws from, and the line.
+
+    ``values``: the objects of the names. torch's own generator is not one of them.
+    """
+    for x in (x for x in ast.walk(node) if isinstance(x, ast.Call)):
+        held = x.func.value if isinstance(x.func, ast.Attribute) else x.func
+        for name in map(dotted, (held, *x.args, *(z.value for z in x.keywords))):
+            drawn = value_of(values, name)
+            if isinstance(drawn, _GENERATORS) and drawn is not torch.default_generator:
+                yield name, x.lineno
 
 
 def steers_update(node: ast.AST, values: Mapping[str, Any]) -> list[ast.expr]:

@@ -306,7 +306,7 @@ def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> st
 
     ``shared``: objects of the shared state, which may keep what they like.
     """
-    held = {id(x) for x in shared}
+    held = {id(y) for x in shared for y in (x.modules() if isinstance(x, torch.nn.Module) else [x])}
     for inner, loops in loops_around(frame):
         values, place = {**inner.f_globals, **inner.f_locals}, Path(inner.f_code.co_filename).name
         measured = _Measured(loops[0], values)

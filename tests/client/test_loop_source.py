@@ -455,6 +455,31 @@ class Scaled(torch.nn.Module):
     def forward(self, x): return self.scaled(x)
     def scaled(self, x): return x * self.factor
     def extra_repr(self): return str(self.shown)
+class Norm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+    def forward(self, loss):
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / self.mean
+class Centre(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centre = torch.zeros(1)
+    def forward(self, out):
+        with torch.no_grad():
+            self.centre += 0.1 * (out.mean(0) - self.centre)
+        return (out - self.centre).pow(2).mean()
+class Focal(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.shown = 0, 0.0
+    def forward(self, out):
+        self.calls += 1
+        loss = out.pow(2).mean()
+        self.shown = loss.item()
+        return loss
+norm, centre, focal = Norm(), Centre(), Focal()
 norms, slow, best, kept_weights = [], None, 9.0, None
 groups = [{'lr': 1.0}]
 drop, scaled = torch.nn.Dropout(0.5), Scaled()
@@ -496,6 +521,8 @@ KEPT = {
     "self.mean, which Balance.update keeps": "for x in step:\n    loss = model(x).sum()\n"
     "    step.backward(loss / balance.mean)\n    balance.update(loss)",
     "self.mean, which Balance.__call__ keeps": "for x in step:\n    step.backward(balance(model(x).sum()))",
+    "self.mean, which Norm.forward keeps": "for x in step:\n    step.backward(norm(model(x).sum()))",
+    "self.centre, which Centre.forward keeps": "for x in step:\n    step.backward(centre(model(x)))",
     "count, which warmed keeps": "for x in step:\n    loss = warmed(model(x).sum())\n    step.backward(loss)",
 }
 LATER = {
@@ -534,6 +561,7 @@ NOT_LATER = {
     "        print(i)\n    step.backward(model(x).sum())",
 }
 NOT_KEPT = {
+    "a loss that counts its calls for prints": "for x in step:\n    step.backward(focal(model(x)))",
     "state": "for x in step:\n    step.backward((shared['table'][:2] * model(x)).sum())\n"
     "shared['table'][:2] = 0.5 * shared['table'][:2] + 1\nshared['table'] = shared['table'] + 1",
     "an object of state that is told": "for x in step:\n    loss = model(x).sum()\n"

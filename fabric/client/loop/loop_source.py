@@ -154,10 +154,12 @@ def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequ
     _refuse_judged(here, tree, loop, shared)
     for name, line in _numbers(loop, step).items():
         made = made_from(loop, {name}, parts=True)
-        if moves_training(loop, made) or _chooses_batches(loop, made):
+        chooses = _chooses_batches(loop, made)
+        if chooses or moves_training(loop, made):
+            advice = "choose by step.number" if chooses else "put it into the data set of session.loader"
             raise ConfigError(
                 f"the training depends on {name} ({here.file}:{line}), which goes by the micro-batches of "
-                "one replica, and replicas have different ones: put it into the data set of session.loader"
+                f"one replica, and replicas have different ones: {advice}"
             )
     for name, line in _local_steering(tree, loop, step, values):
         raise ConfigError(
@@ -185,6 +187,7 @@ def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequ
                 "dict that attach(..., state=) names"
             )
     _refuse_later(here, loop, shared)
+    held |= {id(y) for x in shared if isinstance(x, torch.nn.Module) for y in x.modules()}
     kept = kept_by_loop(loop, values, held)
     if kept:
         raise ConfigError(

@@ -128,7 +128,11 @@ def kept_by_loop(
                     return f"{name}, which {keeper} keeps from call to call ({keeper.place(line)})"
     for name in sorted({dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)} - {""}):
         value = callee(values, name)
-        if not isinstance(value, torch.nn.Module | type) and moves_training(loop, made_from(loop, {name})):
+        if isinstance(value, torch.nn.Module):  # one with parameters is watched, or refused
+            is_free = id(value) not in shared and next(value.parameters(), None) is None
+        else:
+            is_free = not isinstance(value, type)
+        if is_free and moves_training(loop, made_from(loop, {name})):
             kept = kept_by_calls([value], shared)
             if kept:
                 return kept
@@ -477,7 +481,10 @@ class _Reached:
                 more = [*more, *(value.__globals__.get(name) for name in value.__code__.co_names)]
         elif isinstance(value, list | tuple | dict):
             more = (value.values() if isinstance(value, dict) else value) if len(value) <= _FEW else ()
-        elif not isinstance(value, torch.Tensor | torch.nn.Module | type | ModuleType):
+        elif isinstance(value, torch.nn.Module):
+            if depth == 0 and next(value.parameters(), None) is None:  # a loss of the user's
+                self._method(value, "forward", None)
+        elif not isinstance(value, torch.Tensor | type | ModuleType):
             for name in _CALLS:
                 self._method(value, name, None)
             more = list(attributes_of(value).values())

@@ -93,7 +93,10 @@ class AdoptedLoop:
                     f"{OWN_WAY}"
                 )
             self._by_hand.note(losses)
-        if self._exchanged and self._leaves_update_out():
+        has_schedulers = self.objects is not None and bool(self.objects.schedulers)
+        if self._exchanged and not has_schedulers and not self._holds_gradient():
+            # All replicas have dropped a gradient, as one whose norm is not finite. A scheduler that does not
+            # advance then would be ahead in a replica that joins.
             self.after_update()
         if self._exchanged:
             raise ConfigError(
@@ -103,14 +106,11 @@ class AdoptedLoop:
         self._has_gradient = True
         self.data.note_backward()
 
-    def _leaves_update_out(self) -> bool:
-        """Whether the script has dropped an exchanged gradient, as one whose norm is not finite.
-
-        All replicas do so. A scheduler that does not advance then would be ahead in a replica that joins.
-        """
+    def _holds_gradient(self) -> bool:
+        """Whether a parameter that the script trains has a gradient that is not zero."""
         assert self.objects is not None
-        gradients = [p.grad for p in self.objects.model.parameters() if p.grad is not None]
-        return not self.objects.schedulers and not any(map(torch.count_nonzero, gradients))
+        gradients = (p.grad for group in self.objects.optimizer.param_groups for p in group["params"])
+        return any(x is not None and bool(torch.count_nonzero(x)) for x in gradients)
 
     def after_backward(self) -> None:
         """The gradients are as the script's backward pass made them, or zeros where it did not run."""
@@ -253,7 +253,7 @@ class AdoptedLoop:
     def _begin(self) -> None:
         """Attach what the script has made by now."""
         objects = TrainingObjects.find()
-        measured = measured_value(sys._getframe(1))  # noqa: SLF001
+        measured = measured_value(sys._getframe(1), [objects.model])  # noqa: SLF001
         if measured:
             raise ConfigError(
                 f"{measured}, and a replica that joins has not measured what the others have: end the loop "

@@ -40,8 +40,10 @@ from fabric.client.loop.loop_flow import (
 from fabric.client.loop.user_functions import (
     RunningSource,
     attributes_of,
+    callee,
     changed_in_place,
     drawn_from,
+    function_of,
     kept_by_calls,
     kept_by_loop,
     methods_of,
@@ -60,6 +62,7 @@ _COUNTS = {"number", "committed_step"}
 _OF_FABRIC = {"backward", "metrics", "add_weight"}  # calls in the inner loop after which no test can ask
 _SHARED = {"number", "committed_step", "metrics"}  # attributes that are equal on all replicas
 _COLLECTIVES = {"all_reduce", "all_gather", "broadcast", "all_gather_object", "all_gather_into_tensor"}
+_DRAWS = {"rand", "randn", "randint", "randperm", "normal", "rand_like", "randn_like", "standard_normal"}
 _LOOKUPS = {"locals", "globals", "vars", "dir", "hasattr"}
 # They yield no item that their argument does not yield.
 _PASS_ON = {"enumerate", "tqdm", "iter", "islice", "track"}
@@ -204,6 +207,16 @@ def _refuse_judged(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Se
         module = value_of(here.values, owner) if owner else None
         if isinstance(module, torch.nn.Module) and steers_forward(module, attribute):
             _refuse(here, [(name, line)], shared)
+        thing = value_of(here.values, owner) if owner else None
+        calls = {dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)}
+        readers = {x: function_of(callee(here.values, x)) for x in calls - {""}}
+        read = {
+            x
+            for x, method in readers.items()
+            if method and method.thing is thing and f"{method.me}.{attribute}" in names_read(method.node)
+        }
+        if thing is not None and moves_training(loop, made_from(loop, read)):
+            _refuse(here, [(name, line)], shared)
         for kept, at in kept_weights(tree, loop, {name}):
             raise ConfigError(
                 f"{kept} at {here.file}:{at} keeps weights by {name}, and a replica that joins has another "
@@ -220,6 +233,10 @@ def changed_names(loop: ast.stmt) -> dict[str, int]:
     nodes = list(ast.walk(loop))
     tests = [x for x in nodes if isinstance(x, ast.If | ast.IfExp)]
     caches = [x for x in tests if any(isinstance(y, ast.In | ast.NotIn | ast.Is) for y in ast.walk(x.test))]
+    # One that draws its item in a micro-batch has other items on each replica.
+    caches = [
+        x for x in caches if not any(isinstance(y, ast.Call) and called(y) in _DRAWS for y in ast.walk(x))
+    ]
     left_out = {id(y) for x in caches for y in ast.walk(x)}
     names = changed_in_place(loop)
     for put in sorted((x for x in nodes if isinstance(x, ast.Assign)), key=lambda x: x.lineno):

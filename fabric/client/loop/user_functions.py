@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 _LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
 _CALLS = ("__call__", "__getitem__", "__getitems__")  # the methods that give data
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_FRESH = {"copy_", "zero_", "fill_", "normal_", "uniform_", "requires_grad_"}  # no old value is left
 _CONTAINERS = {list, tuple, dict, torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict}
 # Limits of a search: the parts of an object, their depth, the length of a list, and the functions.
 _PARTS, _DEPTH, _FEW, _FUNCTIONS = 1000, 4, 64, 300
@@ -344,6 +345,11 @@ class UserFunction:
         arguments = {x.arg for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
         carry(self.node.body, arguments - {self.me}, names)
         names |= changed_in_place(self.node)
+        for x in (x for x in ast.walk(self.node) if isinstance(x, ast.Call)):
+            name = dotted(x.func.value) if isinstance(x.func, ast.Attribute) else ""
+            is_change = called(x).endswith("_") and called(x) not in _FRESH
+            if is_change and isinstance(value_of(self.values, name), torch.Tensor):
+                names.setdefault(name, x.lineno)
         return {name: at for name, at in names.items() if "." in self.symbols.get(name, "")}
 
     def left(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 import fabric.client
 from fabric.client.data.loader import Loader, is_stream
+from fabric.client.data.sample_plan import length_of
 from fabric.client.gradients.forward_buffers import default_buffers
 from fabric.client.loop.session import Session
 from fabric.client.loop.step import Step
@@ -90,7 +91,7 @@ class TrainingData:
             batched=not (streams or is_plain or batches is None),
             batch_size=batches.batch_size if is_plain else 1,
             drop_last=is_plain and batches.drop_last,
-            size=0 if sampler is None else _length(sampler),
+            size=0 if sampler is None else length_of(sampler),
             num_workers=loader.num_workers,
             generator=None if sampler is None else loader.generator,
             reading={name: given[name] for name in READING if name in given} if loader.num_workers else {},
@@ -255,15 +256,6 @@ def _whole(sampler: Any, ranks: int) -> Any:
             "num_replicas=1 and rank=0"
         )
     return sampler
-
-
-def _length(sampler: Any) -> int:
-    if not hasattr(sampler, "__len__"):
-        raise ConfigError(
-            f"the sampler {type(sampler).__name__} has no len(), and every replica must know how long a pass "
-            "is: give it __len__, the number of its indices in a pass"
-        )
-    return len(sampler)
 
 
 # Data that are read in order and dealt out in lanes: one lane for each replica that a job starts with.

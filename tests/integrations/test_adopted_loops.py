@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import fabric.client
+from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.errors import ConfigError
 from fabric.integrations.adopt import adoption
 from fabric.integrations.adopt.adopted_data import InputWatch
@@ -26,7 +27,8 @@ class ScriptedSession(fabric.client.Session):
         self.sampler = None
         self.took, self.closed, self.at = [], False, 0
         self.model = None
-        self.handover = SimpleNamespace(resume=lambda step: None)  # no other member draws random numbers
+        self.randomness = UpdateRandomness([])
+        self.handover = SimpleNamespace(resume=self.randomness.begin)
 
     is_writer = True
 
@@ -47,6 +49,7 @@ class ScriptedSession(fabric.client.Session):
         for parameter in self.model.parameters():
             if replayed or parameter.grad is None:
                 parameter.grad = torch.ones_like(parameter)
+        self.randomness.begin(number)
         self.at = number + 1
         self.made.append((number, weight))
         return SimpleNamespace(number=number, replayed=replayed, metrics={})
@@ -68,6 +71,8 @@ def adopt(monkeypatch):
 
         def attach(model, optimizer, **_):
             session.model = model
+            session.randomness = UpdateRandomness([optimizer])
+            session.handover.resume = session.randomness.begin
             return session
 
         monkeypatch.setattr(fabric.client, "attach", attach)
@@ -698,6 +703,37 @@ def test_a_script_without_a_seed_draws_alike_in_all_replicas_and_not_in_another_
         return numbers
 
     assert draws("r0", "one") == draws("r1", "one") != draws("r1", "other")
+
+
+@pytest.mark.parametrize("gradient", ["finite", "infinite"])
+def test_after_each_update_the_loop_draws_by_its_step_and_replica(adopt, gradient):
+    """With an infinite gradient a scaler makes no step, and the update was seeded all the same."""
+    drawn = []
+
+    def script():
+        model, optimizer = make()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        for row in [torch.ones(2)] * 3:
+            scaler.scale(model(row).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            drawn.append(float(torch.rand(())))
+            optimizer.zero_grad()
+
+    class Overflowing(ScriptedSession):
+        def exchange(self, weight=1.0):
+            step = super().exchange(weight)
+            if gradient == "infinite":
+                for parameter in self.model.parameters():
+                    parameter.grad.fill_(torch.inf)
+            return step
+
+    adopt(script, Overflowing())
+    expected = []
+    for step in range(3):
+        seed_everything(0, step + 1, 1)  # that of data slot 1
+        expected.append(float(torch.rand(())))
+    assert drawn == expected
 
 
 def test_a_loop_that_is_ahead_of_the_job_starts_again(adopt):

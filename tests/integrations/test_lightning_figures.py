@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("pytorch_lightning")
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import EarlyStopping
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from fabric.errors import ConfigError
@@ -121,6 +122,48 @@ def test_torchmetrics_add_up_over_the_replicas():
     late.figures.load_state_dict(first.figures.state_dict())
     assert late.module.accuracy.compute().item() == 0.75
     assert late.figures.state_dict() == first.figures.state_dict()
+
+
+class Mean64(Metric):
+    """A mean whose states are of the type in which the replicas' parts are added."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros(2, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, value):
+        self.total += value
+
+    def compute(self):
+        return self.total.sum()
+
+
+@pytest.mark.parametrize(("reset", "expected"), [(False, [22, 46]), (True, [22, 24])])
+def test_a_metric_of_evaluations_keeps_its_state_and_is_copied_only_when_it_changes(
+    reset, expected, monkeypatch
+):
+    net = Net()
+    net.mean = Mean64()
+    replica, copied, clone = Replica(net), [], torch.Tensor.clone
+
+    def noted(value, *arguments, **named):
+        copied.append(value)
+        return clone(value, *arguments, **named)
+
+    monkeypatch.setattr(torch.Tensor, "clone", noted)
+    for number in (1, 2):  # an evaluation, then two steps
+        net.mean.update(number)
+        for _ in range(2):
+            before = len(copied)
+            replica.begin()
+            commit(replica)
+        assert len(copied) == before, "the second step finds what the first has copied"
+        replica.begin()
+        net.mean.update(10)  # by a micro-batch: the state before it is the newest evaluation's
+        commit(replica)
+        assert net.mean.compute() == expected[number - 1]
+        if reset:
+            net.mean.reset()
 
 
 def test_the_newest_figures_that_steer_are_shared():

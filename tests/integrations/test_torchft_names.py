@@ -96,7 +96,7 @@ def test_the_state_of_model_and_optimizer_is_carried_once(replica):
     registered = replica.manager.registered
     assert set(registered.state_dict()["own"]["default"]) == {"scheduler", "note"}
     loaded: list[dict] = []
-    replica.manager.registered.add("default", loaded.append, replica.states)
+    replica.manager.registered.functions["default"] = loaded.append, replica.states
     registered.load_state_dict({"batches_committed": 9, "own": {"default": {"note": "theirs"}}})
     assert set(loaded[0]) == {"model", "optim", "scheduler", "note"} and loaded[0]["note"] == "theirs"
     assert replica.manager.batches_committed() == 9

@@ -6,10 +6,8 @@ they drew before.
 """
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,12 +34,13 @@ class UpdateRandomness:
     """
 
     seed = 0
+    gives_back = True  # false where the loop seeds the generators itself after each update
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._in_steps = False
         self._step = -1  # of the newest hand-over
         self._parts = 0  # optimizers whose steps have begun since then
-        self._aside: Generators | None = None
+        self._give_back: Callable[[], None] | None = None
         self._hooks: list[RemovableHandle] = []
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
@@ -50,7 +49,7 @@ class UpdateRandomness:
     def follow_steps(self, seed: int) -> None:
         """Take ``seed``. From now on each micro-batch is seeded too."""
         self.seed, self._in_steps = seed, True
-        self._aside = None
+        self._give_back = None
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -61,14 +60,14 @@ class UpdateRandomness:
 
     def end(self) -> None:
         """Give the generators back to a loop of the user's own."""
-        if self._aside is not None:
-            self._aside.restore()
-            self._aside = None
+        if self._give_back is not None:
+            self._give_back()
+            self._give_back = None
 
     def _seed(self, part: int) -> None:
         """Seed the generators for the update. ``part``: the number of optimizers before this one."""
-        if not self._in_steps and self._aside is None:
-            self._aside = Generators.now()
+        if self.gives_back and not self._in_steps and self._give_back is None:
+            self._give_back = keep_generators()
         seed_all(xxhash.xxh3_64_intdigest(f"{self.seed} {self._step} update {part}".encode()) >> 1)
 
     def _before(self, *_: object) -> None:
@@ -77,27 +76,20 @@ class UpdateRandomness:
         self._parts += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Generators:
-    """The states of the generators that ``seed_all`` seeds."""
+def keep_generators() -> Callable[[], None]:
+    """Return what gives back the generators that ``seed_all`` seeds, as they are now."""
+    initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = torch.cuda.get_rng_state_all() if initialised else []
+    cpu, legacy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
-    cpu: torch.Tensor
-    devices: list[torch.Tensor]
-    numpy: Any
-    python: Any
+    def give_back() -> None:
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        np.random.set_state(legacy)
+        random.setstate(python)
 
-    @classmethod
-    def now(cls) -> "Generators":
-        initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        devices = torch.cuda.get_rng_state_all() if initialised else []
-        return cls(torch.get_rng_state(), devices, np.random.get_state(), random.getstate())
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.devices:
-            torch.cuda.set_rng_state_all(self.devices)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
+    return give_back
 
 
 def seed_all(value: int) -> None:

@@ -24,7 +24,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -40,7 +40,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fabric.client.data.randomness import Generators, seed_all
+from fabric.client.data.randomness import keep_generators, seed_all
 from fabric.errors import ConfigError, FabricError
 from fabric.protocol.rules.assignment import cut
 
@@ -71,11 +71,7 @@ class SamplerOrder:
 
     def __init__(self, sampler: Any, seed: int, dataset: Any = None, generator: Any = None) -> None:
         self.name = type(sampler).__name__
-        if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
-            raise ConfigError(
-                f"the sampler {self.name} has no len(), and every replica must know how long a pass is: give "
-                "it __len__, the number of its indices in a pass"
-            )
+        length_of(sampler)
         self._seed, self._dataset = seed, dataset
         self._given, self._contents = sampler, _contents(sampler)
         self._jumps = _has_no_state(sampler)
@@ -94,16 +90,8 @@ class SamplerOrder:
 
     def items(self, positions: Sequence[int]) -> list[Any]:
         """Return what the sampler yields at ``positions``, which count through all passes."""
-        return [self._pass(p // self.size)[p % self.size] for p in positions]
-
-    def indices(self, positions: Sequence[int]) -> list[int]:
-        """Return the data set indices at ``positions``, those of a batch one by one.
-
-        A sampler that yields other things than numbers has positions instead.
-        """
-        entries = [x if isinstance(x, list | tuple) else [x] for x in self.items(positions)]
-        indices = [i for entry in entries for i in entry]
-        return indices if all(type(i) is int and i >= 0 for i in indices) else list(positions)
+        passes = {number: self._pass(number) for number in {p // self.size for p in positions}}
+        return [passes[p // self.size][p % self.size] for p in positions]
 
     def _pass(self, number: int) -> Sequence[Any]:
         with self._lock:
@@ -192,6 +180,25 @@ class SamplerOrder:
             ) from error
 
 
+def length_of(sampler: Any) -> int:
+    """Return the length of a pass. Raises ConfigError for a sampler without one."""
+    if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
+        raise ConfigError(
+            f"the sampler {type(sampler).__name__} has no len(), and every replica must know how long a pass "
+            "is: give it __len__, the number of its indices in a pass"
+        )
+    return len(sampler)
+
+
+def indices_of(items: Sequence[Any], positions: Sequence[int]) -> list[int]:
+    """Return the data set indices among a sampler's ``items`` at ``positions``, those of a batch one by one.
+
+    A sampler that yields other things than numbers has positions instead.
+    """
+    indices = [i for x in items for i in (x if isinstance(x, list | tuple) else (x,))]
+    return indices if all(type(i) is int and i >= 0 for i in indices) else list(positions)
+
+
 def shuffles_all(sampler: Any, dataset: Any) -> bool:
     """Whether the sampler is a uniform shuffling of the whole data set without a generator of its own."""
     return (
@@ -244,12 +251,12 @@ def _digest(items: Sequence[Any]) -> int:
 @contextlib.contextmanager
 def _seeded(seed: int, number: int) -> Iterator[None]:
     """Seed the generators of this process for pass ``number``; afterwards they are as before."""
-    states = Generators.now()
+    give_back = keep_generators()
     seed_all(xxhash.xxh3_64_intdigest(f"{seed} pass {number}".encode()) >> 1)
     try:
         yield
     finally:
-        states.restore()
+        give_back()
 
 
 EPOCH_ENDS = ("continue", "short", "drop")
@@ -275,7 +282,7 @@ def sample_indices(dataset_size: int, seed: int, start: int, count: int, shard: 
     return indices
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplePlan:
     """How a data set is cut into steps and micro-batches."""
 
@@ -322,11 +329,11 @@ class SamplePlan:
                 "take a smaller batch, or keep the short last step"
             )
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         return self.global_batch_size // self.micro_batch_size
 
-    @property
+    @cached_property
     def steps_per_pass(self) -> int:
         """The number of steps of a pass; 0 where passes are concatenated."""
         full = self.dataset_size // self.global_batch_size
@@ -355,7 +362,7 @@ class SamplePlan:
             return self._sharded(step, micro_batch)
         positions = self.positions(step, micro_batch)
         if self.order is not None:
-            return self.order.indices(positions)
+            return indices_of(self.order.items(positions), positions)
         if self.is_stream:
             return list(positions)
         return sample_indices(self.dataset_size, self.seed, positions.start, len(positions))

@@ -20,7 +20,7 @@ import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import send_to_device
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from fabric.client.data.loader import data_slot_of
 from fabric.client.loop.loop_flow import called, dotted, ends_by, names_read, stores
@@ -30,7 +30,7 @@ from fabric.client.loop.user_functions import loops_around, tree_of
 from fabric.client.process.excepthook import on_uncaught
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED
-from fabric.integrations.adopt.living_objects import schedulers_of
+from fabric.integrations.adopt.living_objects import is_in_order, schedulers_of
 from fabric.integrations.arguments import unequal_optimizer
 from fabric.integrations.script_state import (
     RepeatedOutputs,
@@ -55,13 +55,6 @@ class JobDataLoader(DataLoader[Any]):
         super().__init__(source.dataset, source.batch_size, collate_fn=source.collate_fn)
         self.source, self.complete, self._replica = source, complete, replica
         self._begun = False
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether each pass has the same order, as a DataLoader for evaluations has it."""
-        batches = self.source.batch_sampler
-        sampler = batches.sampler if type(batches) is BatchSampler else batches
-        return type(sampler) is SequentialSampler
 
     @cached_property
     def data(self) -> TrainingData:
@@ -203,7 +196,7 @@ class AcceleratedReplica:
         A wrong guess is noticed: ``backward`` takes only the loss of a batch of this DataLoader.
         """
         if self._loader is None:
-            changing = [x for x in self.loaders if not x.is_in_order]
+            changing = [x for x in self.loaders if not is_in_order(x.source)]
             return loader is (changing or self.loaders)[0]
         return loader is self._loader
 

@@ -29,18 +29,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-    SequentialSampler,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from fabric.client.data.loader import check_size
-from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, sample_indices, shuffles_all
+from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, indices_of, sample_indices, shuffles_all
 from fabric.client.data.sampler import StepSampler
 from fabric.client.loop.data_content import content_digest
 from fabric.client.loop.later_changes import made_each_pass, repeated
@@ -49,7 +41,7 @@ from fabric.client.loop.loop_source import refuse_memory
 from fabric.client.loop.user_functions import functions_in, loops_around, search, value_of
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
-from fabric.integrations.adopt.living_objects import OWN_WAY, outermost_modules, wrapped
+from fabric.integrations.adopt.living_objects import OWN_WAY, is_in_order, outermost_modules, wrapped
 from fabric.integrations.training_data import READING, TrainingData
 from fabric.protocol.rules.assignment import cut
 from fabric.runtime.living_objects import living
@@ -58,7 +50,7 @@ if TYPE_CHECKING:
     from fabric.integrations.adopt.adopted_loop import AdoptedLoop
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockOrder:
     """The job's order in blocks: a block has one batch for each rank of every replica."""
 
@@ -66,6 +58,7 @@ class BlockOrder:
     plan: SamplePlan  # a step of it is a block; its order is None where each pass is a permutation
     part: int  # number of this rank's part of a block
     parts: int  # number of ranks in the job
+    _newest: tuple[int, range, list[Any]] = (-1, range(0), [])  # a block, its positions here, and their items
 
     @classmethod
     def of(cls, loader: DataLoader[Any], part: int, parts: int) -> "BlockOrder":
@@ -92,26 +85,30 @@ class BlockOrder:
         """Return the first block of the pass after that of ``block``."""
         return (block // self.plan.steps_per_pass + 1) * self.plan.steps_per_pass
 
-    def positions(self, block: int) -> range:
-        """Return the positions of this rank's part of ``block``, which count through all passes."""
-        positions = self.plan.positions(block, 0)
-        part = cut(len(positions), [1] * self.parts)[self.part]
-        return positions[part.start : part.stop]
+    def part_of(self, block: int) -> tuple[range, list[Any]]:
+        """Return the positions of this rank's part of ``block``, which count through all passes, and what
+        they have."""
+        if self._newest[0] != block:
+            positions = self.plan.positions(block, 0)
+            part = cut(len(positions), [1] * self.parts)[self.part]
+            positions = positions[part.start : part.stop]
+            self._newest = block, positions, self._items(positions)
+        return self._newest[1:]
 
     def indices(self, block: int) -> list[int]:
         """Return the data set indices of this rank's part of ``block``."""
-        positions = self.positions(block)
-        return self._items(positions) if self.plan.order is None else self.plan.order.indices(positions)
+        positions, items = self.part_of(block)
+        return items if self.plan.order is None else indices_of(items, positions)
 
     def weight(self, block: int) -> int:
         """Return the number of samples of this rank's part of ``block``."""
-        positions = self.positions(block)
-        return sum(map(len, self._items(positions))) if self.data.batched else len(positions)
+        _, items = self.part_of(block)
+        return sum(map(len, items)) if self.data.batched else len(items)
 
     def reads(self, block: int) -> Any:
         """Return what a sampler yields for this rank's batch of ``block``; of weight 0: another's samples."""
-        positions = self.positions(block)
-        items = self._items(positions or range(positions.start - 1, positions.start))
+        positions, items = self.part_of(block)
+        items = items or self._items(range(positions.start - 1, positions.start))
         return items[0] if self.data.batched or self.data.single else items
 
     def same(self, other: "BlockOrder") -> bool:
@@ -291,7 +288,7 @@ class AdoptedData:
             return False
         if self._trains:
             return self._goes_on(loader)
-        return not (_in_order(loader) and _another_shuffles(loader))
+        return not (is_in_order(loader) and _another_shuffles(loader))
 
     def _goes_on(self, loader: Loader) -> bool:
         """Whether the loader is that of the training, which the script has made again."""
@@ -714,21 +711,15 @@ def _draws_alike(node: ast.AST, values: Mapping[str, Any], methods: Collection[s
     return True
 
 
-def _in_order(loader: Loader) -> bool:
-    """Whether each pass has the order of the data set, as in most evaluations."""
-    batches = loader.batch_sampler
-    sampler = loader.sampler if batches is None or type(batches) is BatchSampler else batches
-    if isinstance(sampler, DistributedSampler):
-        return not sampler.shuffle
-    return type(sampler) in (SequentialSampler, BlockReader)
-
-
 def _another_shuffles(loader: Loader) -> bool:
     """Whether another DataLoader of the script has an order of its sampler."""
 
     def exist() -> bool:
         return any(
-            x is not loader and not isinstance(x.dataset, IterableDataset) and not _in_order(x)
+            x is not loader
+            and not isinstance(x.dataset, IterableDataset)
+            and BlockReader not in (type(x.sampler), type(x.batch_sampler))  # it reads for another one
+            and not is_in_order(x)
             for x in living(DataLoader)
         )
 

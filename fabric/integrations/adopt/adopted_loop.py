@@ -127,7 +127,8 @@ class AdoptedLoop:
 
     def on_update(self, optimizer: torch.optim.Optimizer, closure: object) -> bool:
         """Exchange if clipping has not; return whether the update is real."""
-        if self.objects is not None and not belongs(optimizer, [self.objects.optimizer]):
+        own = optimizer if self.objects is None else self.objects.optimizer
+        if optimizer is not own and not belongs(optimizer, [own]):
             raise ConfigError(
                 f"the script trains with another {type(optimizer).__name__} than in its first step, and a "
                 f"job is one training: {ONE_TRAINING}"
@@ -145,11 +146,13 @@ class AdoptedLoop:
         return self.updates
 
     def after_update(self) -> None:
-        """The update of this step is done, or was left out."""
+        """The update of this step is done, or was left out, as by a scaler."""
         self._has_gradient = self._exchanged = False
         if self.data.sampler is not None:
             self._is_between = True
             seed_everything(0, self.number, -1)
+        elif self.session is not None:  # another seed on each replica
+            seed_everything(0, self.number, self._slot)
 
     def before_batch(self) -> None:
         """The script is about to get a batch of the job: from now on its random numbers are its replica's.
@@ -195,8 +198,6 @@ class AdoptedLoop:
         """Bring the gradient of step ``number`` into ``.grad``, or find that the job has made that step."""
         if self.session is None:
             self._begin()
-        if self.data.sampler is None:
-            seed_everything(0, self.number + 1, self._slot)  # for the script's next step, after this update
         if self._waiting is None:
             self._exchange()
         self.number += 1
@@ -266,6 +267,7 @@ class AdoptedLoop:
         )
         assert isinstance(session, fabric.client.Session)
         session.say_in(_WORDS)
+        session.randomness.gives_back = False
         self.objects, self.session = objects, session
         self._schedule = ScriptState(objects.schedule, [objects.optimizer])
         self._gradients = ScriptGradients(objects.model)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from fabric.errors import ConfigError
 from fabric.runtime.living_objects import living
@@ -111,6 +112,17 @@ def _only_scaler() -> torch.amp.GradScaler | None:
             f"--adopt takes a script with one GradScaler, and this one has {len(scalers)}: {OWN_WAY}"
         )
     return scalers[0] if scalers else None
+
+
+def is_in_order(loader: DataLoader[Any]) -> bool:
+    """Whether each pass of a DataLoader has the order of the data set, as in most evaluations."""
+    batches = loader.batch_sampler
+    sampler = (
+        loader.sampler if batches is None else batches.sampler if type(batches) is BatchSampler else batches
+    )
+    if isinstance(sampler, DistributedSampler):
+        return not sampler.shuffle
+    return type(sampler) is SequentialSampler
 
 
 def wrapped(value: Any) -> Any:

@@ -6,10 +6,7 @@ from typing import Any
 
 from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import (
-    ArgumentTable,
-    unequal_optimizer,
-)
+from fabric.integrations.arguments import ArgumentTable, unequal_optimizer
 from fabric.integrations.huggingface import trl
 from fabric.integrations.user_source import Hooks, collective, kept_value
 

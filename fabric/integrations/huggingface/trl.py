@@ -88,10 +88,7 @@ CONFIGS = {
     max_tool_calling_iterations | idle | it goes with tools
     cache_implementation | idle | it concerns speed and memory
     """,
-        {
-            "steps_per_generation": lambda given: given == 1,
-            "scale_rewards": lambda given: given == "none",
-        },
+        {"steps_per_generation": lambda given: given == 1, "scale_rewards": lambda given: given == "none"},
     ),
 }
 

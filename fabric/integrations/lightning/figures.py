@@ -8,6 +8,7 @@ and at the end of an epoch over the whole epoch.
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,17 +33,28 @@ MOST_NUMBERS = 4096  # that all changes of a micro-batch may have
 _States = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy of a metric's state, which nothing changes, and how to see that it is still true."""
+
+    updates: int  # of the metric
+    source: torch.Tensor
+    version: int  # of the source
+    value: torch.Tensor
+
+
 class TorchmetricsStates:
     """The metrics among the parts of ``module``, by the names of its attributes."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.metrics = {name: x for name, x in module.named_modules() if isinstance(x, METRIC)}
         self._trained: set[str] = set()  # metrics that a training step has changed
+        self._copies: dict[tuple[str, str], _Copy] = {}  # the newest, by metric and state
         self._before: dict[str, tuple[int, _States]] = {}  # updates and states when the step began
         self._seen: dict[str, tuple[int, _States]] = {}  # those that have been told to the others
 
     def begin(self) -> None:
-        self._before = {name: _state_of(metric) for name, metric in self.metrics.items()}
+        self._before = {name: self._state_of(name) for name in self.metrics}
         self._seen = dict(self._before)
 
     def take_changes(self) -> dict[str, float]:
@@ -53,7 +65,7 @@ class TorchmetricsStates:
             if metric._update_count == updates:  # noqa: SLF001
                 continue
             _check(name, metric)
-            now = self._seen[name] = _state_of(metric)
+            now = self._seen[name] = self._state_of(name)
             changes[f"{_METRIC_PREFIX}{name}|{_UPDATES}|0"] = float(now[0] - updates)
             for state, value in now[1].items():
                 added = (value.double() - seen[state].double()).flatten().tolist()
@@ -85,7 +97,7 @@ class TorchmetricsStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the metrics that training steps change."""
-        states = {name: _state_of(self.metrics[name]) for name in sorted(self._trained)}
+        states = {name: self._state_of(name) for name in sorted(self._trained)}
         return {name: {"updates": updates, "states": values} for name, (updates, values) in states.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -93,6 +105,22 @@ class TorchmetricsStates:
         for name, saved in state.items():
             _put(self.metrics[name], saved["updates"], saved["states"], {})
         self.begin()
+
+    def _state_of(self, name: str) -> tuple[int, _States]:
+        """Return the number of updates, and copies of the states. Most metrics change in evaluations only."""
+        metric, tensors = self.metrics[name], dict[str, torch.Tensor]()
+        updates: int = metric._update_count  # noqa: SLF001
+        for state in metric._defaults:  # noqa: SLF001
+            value = getattr(metric, state)
+            if not isinstance(value, torch.Tensor):
+                continue
+            version = -1 if value.is_inference() else value._version  # noqa: SLF001
+            kept = self._copies.get((name, state))
+            is_true = kept is not None and kept.source is value and version == kept.version >= 0
+            if kept is None or not is_true or kept.updates != updates:
+                kept = self._copies[name, state] = _Copy(updates, value, version, value.detach().clone())
+            tensors[state] = kept.value
+        return updates, tensors
 
 
 def _check(name: str, metric: Any) -> None:
@@ -104,24 +132,14 @@ def _check(name: str, metric: Any) -> None:
         )
 
 
-def _state_of(metric: Any) -> tuple[int, _States]:
-    names = metric._defaults  # noqa: SLF001
-    states = {x: getattr(metric, x) for x in names}
-    tensors = {x: value.detach().clone() for x, value in states.items() if isinstance(value, torch.Tensor)}
-    return metric._update_count, tensors  # noqa: SLF001
-
-
 def _put(
-    metric: Any,
-    updates: int,
-    states: Mapping[str, torch.Tensor],
-    added: Mapping[tuple[str, int], float],
+    metric: Any, updates: int, states: Mapping[str, torch.Tensor], added: Mapping[tuple[str, int], float]
 ) -> None:
     """Put ``states`` and what is ``added`` into ``metric``."""
     metric._update_count, metric._computed = updates, None  # noqa: SLF001
     for name, value in states.items():
         own = getattr(metric, name)
-        flat = value.double().flatten().cpu()
+        flat = value.to("cpu", torch.float64, copy=True).flatten()
         for (state, place), change in added.items():
             if state == name:
                 flat[place] += change

@@ -299,9 +299,9 @@ class LightningJob:
         return step.add_weight(self._feed.weight(epochs)) * epochs.factor(step.number) * divided
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch to that of the step."""
+        """Add the loss of a micro-batch, which the loop has divided, to that of the step."""
         samples = self.figures.samples or 0.0
-        self.session.metrics(loss=float(loss.detach()) * samples, samples=samples)
+        self.session.metrics(loss=float(loss.detach()) * self.epochs.accumulation * samples, samples=samples)
 
     def show_loss(self, loss: Any) -> None:
         """Put the step's loss into the result of the loop's batch, as the Trainer reports it."""

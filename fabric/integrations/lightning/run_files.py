@@ -75,12 +75,6 @@ class HookState:
     def __init__(self, module: Any, trainer: Any) -> None:
         self._module, self._trainer = module, trainer
 
-    @staticmethod
-    def is_used(module: Any) -> bool:
-        """Whether ``module`` has both hooks."""
-        base = _pl.LightningModule
-        return all(overrides(module, base, x) for x in ("on_save_checkpoint", "on_load_checkpoint"))
-
     def state_dict(self) -> dict[str, Any]:
         """Return what the hook adds to a checkpoint."""
         checkpoint = self._checkpoint()
@@ -106,7 +100,8 @@ def hook_states(trainer: Any) -> dict[str, Any]:
     """Return the states that the module's and the data module's own code keeps, as objects to share."""
     module, data = trainer.lightning_module, trainer.datamodule
     states: dict[str, Any] = {}
-    if HookState.is_used(module):
+    hooks = ("on_save_checkpoint", "on_load_checkpoint")
+    if all(overrides(module, _pl.LightningModule, x) for x in hooks):
         states["module hooks"] = HookState(module, trainer)
     if data is not None and overrides(data, _pl.LightningDataModule, "state_dict"):
         states["data module"] = data

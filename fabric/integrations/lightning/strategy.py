@@ -131,7 +131,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
             )
         if not self._job.has_batch:
             return closure_loss
-        self._job.note_loss(closure_loss * self._job.epochs.accumulation)
+        self._job.note_loss(closure_loss)
         scaled = super().backward(closure_loss * self._job.scale(), optimizer, *arguments, **named)
         return scaled.detach()
 

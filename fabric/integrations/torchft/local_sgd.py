@@ -68,10 +68,7 @@ class DiLoCo:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:  # otherwise the end of the process says whether this is a death
             self._manager.shutdown()

@@ -43,7 +43,7 @@ class RegisteredState:
         self.is_loading = False  # the script's own functions are loading a state
         self._model: torch.nn.Module | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._functions: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
+        self.functions: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
 
     def set_model(self, model: torch.nn.Module) -> None:
         """Take the model. Raises ConfigError for a second one."""
@@ -53,10 +53,6 @@ class RegisteredState:
                 "that holds both"
             )
         self._model = model
-
-    def add(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
-        """Take the two functions of a part of the state."""
-        self._functions[key] = load, save
 
     def training_objects(self) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
         """Return the model and the optimizers. Raises ConfigError where one is missing."""
@@ -81,7 +77,7 @@ class RegisteredState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the script's functions give, without the states that fabric carries itself."""
-        own = {key: self._own(save()) for key, (_, save) in self._functions.items()}
+        own = {key: self._own(save()) for key, (_, save) in self.functions.items()}
         return {"batches_committed": self.batches_committed, "own": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -90,7 +86,7 @@ class RegisteredState:
         self.is_loading = True
         try:
             for key, own in state["own"].items():
-                load, save = self._functions[key]
+                load, save = self.functions[key]
                 if own:
                     load({**save(), **own})
         finally:
@@ -213,7 +209,7 @@ class Manager:
         """Add a part of the shared state under ``key``, before the first step."""
         if self._session is not None:
             raise ConfigError("register_state_dict_fn was called after the first step: call it before")
-        self.registered.add(key, load_state_dict, state_dict)
+        self.registered.functions[key] = load_state_dict, state_dict
 
     def set_state_dict_fns(
         self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
@@ -336,10 +332,7 @@ class Manager:
         return not self._step.skipped
 
     def allreduce(
-        self,
-        tensor: torch.Tensor,
-        should_quantize: bool = False,
-        reduce_op: Any = ReduceOp.AVG,
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
     ) -> AveragedWork:
         """Average a gradient of the model. Its ``wait`` averages all gradients of the step.
 

@@ -115,7 +115,8 @@ class RepeatedOutputs:
     """Between ``open`` and ``close`` the model's calls are answered from memory, and prints are dropped.
 
     A call with inputs of shapes seen before returns the outputs of then. The loop's own code between forward
-    and backward thus runs as ever, and costs next to nothing.
+    and backward thus runs as ever, and costs next to nothing. The outputs have no graph, so that a gradient
+    is zero for ``torch.autograd.grad`` and at an input, as of a gradient penalty or an attack on the input.
     """
 
     def __init__(self) -> None:
@@ -132,17 +133,31 @@ class RepeatedOutputs:
             if module is not model:
                 return call(module, *arguments, **named)
             key = _shapes((arguments, named, model.training, torch.is_grad_enabled()))
+            for given in tree_leaves((arguments, named)):
+                if torch.is_tensor(given) and given.requires_grad and given.is_leaf and given.grad is None:
+                    given.grad = torch.zeros_like(given)
             if key not in outputs:
                 outputs[key] = _without_changes(model, lambda: call(module, *arguments, **named))
             return tree_map(_as_new, outputs[key])
 
+        autograd: Any = torch.autograd
+        run_engine = autograd._engine_run_backward  # noqa: SLF001
+
+        def run_without_graph(losses: Any, *arguments: Any, **named: Any) -> Any:
+            # After the losses come their gradients, two flags and the inputs.
+            if named.get("accumulate_grad", True):
+                return run_engine(losses, *arguments, **named)
+            return tuple(map(torch.zeros_like, arguments[3]))
+
         def undo() -> None:
+            autograd._engine_run_backward = run_engine  # noqa: SLF001
             if own:
                 kind.__call__ = call  # type: ignore[method-assign]
             else:
                 del kind.__call__
 
         kind.__call__ = repeat  # type: ignore[method-assign]
+        autograd._engine_run_backward = run_without_graph  # noqa: SLF001
         self._undo = undo
         self._stdout, sys.stdout = sys.stdout, _Nowhere(sys.stdout)
 

@@ -15,7 +15,6 @@ alone.
 """
 
 import ast
-import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from fabric.client.loop.loop_source import changed_names
 from fabric.client.loop.user_functions import (
     UserFunction,
     callee,
+    drawn_from,
     function_of,
     functions_in,
     kept_by_loop,
@@ -55,6 +55,7 @@ from fabric.client.loop.user_functions import (
     search,
     spread,
     steers_forward,
+    steers_update,
     tree_of,
     value_of,
 )
@@ -66,7 +67,6 @@ _COLLECTIVES = {
 # Tensors have methods of these names too: they count on these attributes, and in torch.distributed.
 _SHARED_NAMES = {"broadcast", "gather", "reduce", "scatter"}
 _BACKWARDS = {"backward", "manual_backward"}
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _BRANCHES = ast.If | ast.Try | ast.Match | ast.While
 
 
@@ -235,7 +235,7 @@ def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
     for method in methods:
         branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
         conditional = {id(y) for x in branches for y in ast.walk(x)}
-        for name, line in _generators(method):
+        for name, line in drawn_from(method.node, method.values):
             kept.setdefault(method.symbols[name], (method, line))
         for x in ast.walk(method.node):  # a list of an object that grows
             if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in GROWS:
@@ -254,17 +254,6 @@ def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
 def _of_objects(method: UserFunction, names: Collection[str]) -> list[str]:
     """Return the symbols of names that are not the method's own, by their names."""
     return sorted(method.shared(names), key=lambda x: x.partition(".")[2])
-
-
-def _generators(method: UserFunction) -> Iterator[tuple[str, int]]:
-    """Yield the names of generators of random numbers that the method draws from, and the line."""
-    for x in ast.walk(method.node):
-        if isinstance(x, ast.Call):
-            held = x.func.value if isinstance(x.func, ast.Attribute) else x.func
-            for name in map(dotted, (held, *x.args, *(z.value for z in x.keywords))):
-                drawn = value_of(method.values, name)
-                if isinstance(drawn, _GENERATORS) and drawn is not torch.default_generator:
-                    yield name, x.lineno
 
 
 def _tables(statement: ast.AST, method: UserFunction) -> set[str]:
@@ -317,7 +306,7 @@ def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> st
 
     ``shared``: objects of the shared state, which may keep what they like.
     """
-    held = {id(x) for x in shared}
+    held = {id(y) for x in shared for y in (x.modules() if isinstance(x, torch.nn.Module) else [x])}
     for inner, loops in loops_around(frame):
         values, place = {**inner.f_globals, **inner.f_locals}, Path(inner.f_code.co_filename).name
         measured = _Measured(loops[0], values)
@@ -349,6 +338,12 @@ def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", p
         at = _trains_by_past(loops, name)
         if at:
             return f"the training depends on {name}, which {place}:{at} measures for the next pass"
+    # A gradient is that of all replicas when a limit or a rate goes by it.
+    outputs = _Measured(loops[0], measured.values, gradients=False)
+    for node in ast.walk(loops[0]):
+        for value in steers_update(node, measured.values):
+            if outputs.measures(value):
+                return f"the update depends on what {place}:{value.lineno} measures in one replica"
     for name, at in kept_weights(tree, loops[0], sources) if tree is not None else ():
         return f"{name} at {place}:{at} keeps the weights that measure best"
     return ""
@@ -374,10 +369,14 @@ def _trains_by_past(loops: list[LOOPS], name: str) -> int:
 
 
 class _Measured:
-    """``names``: those in ``loop`` that a call of a model, or a call with a model, gives or changes."""
+    """``names``: those in ``loop`` that a call of a model, or a call with a model, gives or changes.
 
-    def __init__(self, loop: ast.stmt, values: dict[str, Any]) -> None:
-        self._values = values
+    ``gradients``: those that gradients give count too.
+    """
+
+    def __init__(self, loop: ast.stmt, values: dict[str, Any], gradients: bool = True) -> None:
+        self.values = values
+        self._gradients = gradients
         self.names: set[str] = set()
         size = -1
         while size != len(self.names):
@@ -387,7 +386,7 @@ class _Measured:
                     if node.value is not None and self.measures(node.value):
                         # ``step = train(model, step)`` measures none of the whole numbers that it gets.
                         given = {x.id for x in ast.walk(node.value) if isinstance(x, ast.Name)}
-                        counts = {name for name in given if type(self._values.get(name)) is int}
+                        counts = {name for name in given if type(self.values.get(name)) is int}
                         self.names |= set(stores([node])) - counts
                         # So is a table into which it is put under a key that varies.
                         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -408,16 +407,18 @@ class _Measured:
     def measures(self, node: ast.AST) -> bool:
         """Whether an expression reads a measured name, or what a model gives."""
         if isinstance(node, ast.Attribute) and node.attr == "grad":
-            return True
+            return self._gradients
         if isinstance(node, ast.Call):
             if called(node) == "len":
                 return False
-            if called(node) in MEASURES_GRADIENTS or dotted(node.func) in _CLOCKS:
+            if called(node) in MEASURES_GRADIENTS:
+                return self._gradients
+            if dotted(node.func) in _CLOCKS:
                 return True
             if isinstance(node.func, ast.Attribute) and called(node) in _NO_MEASURE:
                 # ``(model(x) == y).float()`` is a figure, and ``model.float()`` is none.
                 return not self._is_model(node.func.value) and self.measures(node.func.value)
-            function = function_of(callee(self._values, dotted(node.func)))
+            function = function_of(callee(self.values, dotted(node.func)))
             if function is not None and _returns_figure(function):
                 return True
             if self._is_model(node.func) or any(self._is_model(x) for x in node.args):
@@ -435,21 +436,22 @@ class _Measured:
             root = root.value
         given = [*call.args, *(x.value for x in call.keywords)]
         if isinstance(root, ast.Name) and any(map(self.measures, given)):
-            kind: Any = type(self._values.get(root.id))
+            kind: Any = type(self.values.get(root.id))
             is_users = root.id != "self" and bool(methods_of(kind))
             if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
                 yield root.id
 
     def _is_model(self, node: ast.expr) -> bool:
-        return isinstance(value_of(self._values, dotted(node)), torch.nn.Module)
+        return isinstance(value_of(self.values, dotted(node)), torch.nn.Module)
 
 
 def _returns_figure(function: UserFunction) -> bool:
-    """Whether a function without the model among its arguments returns what the model gives."""
+    """Whether a function without the model among its arguments returns what the model gives, or a time."""
 
     def asks(node: ast.AST) -> bool:
-        calls = [x for x in ast.walk(node) if isinstance(x, ast.Call)]
-        return any(isinstance(value_of(function.values, dotted(x.func)), torch.nn.Module) for x in calls)
+        names = [dotted(x.func) for x in ast.walk(node) if isinstance(x, ast.Call)]
+        values = [value_of(function.values, x) for x in names]
+        return not _CLOCKS.isdisjoint(names) or any(isinstance(x, torch.nn.Module) for x in values)
 
     sets = [x for x in ast.walk(function.node) if isinstance(x, ast.Assign | ast.AugAssign) and asks(x.value)]
     figures = made_from(function.node, set(stores(sets)))

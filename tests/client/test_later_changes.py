@@ -95,6 +95,16 @@ NAMED = {
         """,
         "freezes a part of the model in a later step",
     ),
+    "a part by its place, unfrozen by a function": (
+        """
+        freeze(body)
+        optimizer = SGD()
+        for epoch in range(3):
+            if epoch == 2: freeze(model[0], True)
+            exchange(optimizer)
+        """,
+        "script.py:38 unfreezes",
+    ),
     "unfrozen by a function that asks for the epoch": (
         """
         body.requires_grad_(False)

@@ -8,6 +8,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -227,7 +228,6 @@ NOT_CARRIED = {
     "an augmented loss": "for x in step:\n    loss = f(x)\n    loss += g(x)\n    step.backward(loss)",
     "a step's number": "beta = g(step.number)\n" + TRAIN,
     "a count from a step's number": "it = step.number\nbeta = g(it)\nit += 1\n" + TRAIN,
-    "a sum of metrics": TRAIN + "seen = seen + step.metrics['tokens']\nbeta = g(seen)",
     "a fresh value in both branches": "if a:\n    b = 1\nelse:\n    b = 2\nb += 1\nbeta = b\n" + TRAIN,
     "a gradient of the job": TRAIN + "for p in group:\n    p.grad = p.grad * 2\n    p.grad.mul_(2)\n"
     "    p.grad *= 2\nmodel.weight.grad += 1",
@@ -455,13 +455,52 @@ class Scaled(torch.nn.Module):
     def forward(self, x): return self.scaled(x)
     def scaled(self, x): return x * self.factor
     def extra_repr(self): return str(self.shown)
+class Norm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+    def forward(self, loss):
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / self.mean
+class Centre(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centre = torch.zeros(1)
+    def forward(self, out):
+        with torch.no_grad():
+            self.centre += 0.1 * (out.mean(0) - self.centre)
+        return (out - self.centre).pow(2).mean()
+class Focal(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.shown = 0, 0.0
+    def forward(self, out):
+        self.calls += 1
+        loss = out.pow(2).mean()
+        self.shown = loss.item()
+        return loss
+class Bank:
+    def __init__(self): self.rows, self.count, self.row = torch.zeros(4, 1), 0, torch.zeros(2, 2)
+    def put(self, i, out):
+        self.rows.index_add_(0, torch.tensor([i]), 0.1 * (out.detach()[:1] - self.rows[i]))
+    def of(self, out): return (out - self.rows[0]).pow(2).mean()
+    def warmed(self, out): return out.pow(2).mean() * min(1, self.count / 9)
+    def filled(self, x): return self.row.copy_(x)
+rows, drawn = Bank(), {}
+norm, centre, focal = Norm(), Centre(), Focal()
 norms, slow, best, kept_weights = [], None, 9.0, None
 groups = [{'lr': 1.0}]
 drop, scaled = torch.nn.Dropout(0.5), Scaled()
 buffer, figures, shared = torch.zeros(2, 2), {"loss": 0.0}, {"table": torch.ones(4)}
 numbers, more = itertools.cycle([1.0, 2.0]), torch.utils.data.DataLoader([torch.ones(2)])
 reading = iter(more)
-model, session, data = attached(shared=shared, kept=kept)
+def all_reduce(value): return value
+held, of_state = torch.nn.Linear(2, 1), torch.Generator()
+model, session, data = attached(shared=shared, kept=kept, held=held, of_state=of_state)
+before, old, target, baseline, loss = None, model.weight.detach().clone(), torch.nn.Linear(2, 1), 0.0, 0.0
+own, rng = torch.Generator(), numpy.random.default_rng(0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 """
 KEPT = {
     "table, which": "for x in step:\n    step.backward((table[:2] * model(x)).sum())\n"
@@ -490,9 +529,55 @@ KEPT = {
     "self.mean, which Balance.update keeps": "for x in step:\n    loss = model(x).sum()\n"
     "    step.backward(loss / balance.mean)\n    balance.update(loss)",
     "self.mean, which Balance.__call__ keeps": "for x in step:\n    step.backward(balance(model(x).sum()))",
+    "self.rows, which Bank.put keeps": "for x in step:\n    out = model(x)\n"
+    "    step.backward(rows.of(out))\n    rows.put(0, out)",
+    "drawn, which": "for x in step:\n    if 'p' not in drawn:\n        drawn['p'] = torch.randn(2, 2)\n"
+    "    step.backward(model(x @ drawn['p']).sum())",
+    "rows.count, which": "for x in step:\n    step.backward(rows.warmed(model(x)))\nrows.count += 1",
+    "self.mean, which Norm.forward keeps": "for x in step:\n    step.backward(norm(model(x).sum()))",
+    "self.centre, which Centre.forward keeps": "for x in step:\n    step.backward(centre(model(x)))",
     "count, which warmed keeps": "for x in step:\n    loss = warmed(model(x).sum())\n    step.backward(loss)",
 }
+LATER = {
+    "the batch before": "for x in step:\n    loss = model(x).sum()\n    if before is not None:\n"
+    "        loss = loss + model(before).sum()\n    step.backward(loss)\n    before = x",
+    "weights of some steps ago": "for x in step:\n    loss = model(x).sum() + (model.weight - old).sum()\n"
+    "    step.backward(loss)\nif step.number % 10 == 9:\n    old = model.weight.detach().clone()",
+    "a target network": "for x in step:\n    with torch.no_grad():\n        wanted = target(x)\n"
+    "    step.backward((model(x) - wanted).sum())\n"
+    "if step.number % 10 == 0:\n    target.load_state_dict(model.state_dict())",
+    "a generator": "for x in step:\n    step.backward(model(x).sum())\n"
+    "model.weight.grad.add_(torch.randn(1, 2, generator=own))",
+    "a generator of numpy": "for x in step:\n    step.backward((model(x) * rng.standard_normal()).sum())",
+    "a baseline of its own old value": "for x in step:\n    step.backward((model(x) - baseline).sum())\n"
+    "    session.metrics(r=1.0)\nbaseline = 0.9 * baseline + 0.1 * step.metrics['r']",
+    "an index that leaves batches out": "for i, x in enumerate(step):\n    if i > 2:\n        continue\n"
+    "    step.backward(model(x).sum())",
+    "an index that ends the micro-batches": "for i, x in enumerate(step):\n"
+    "    step.backward(model(x).sum())\n    if i == 2:\n        break",
+}
+NOT_LATER = {
+    "the weights before this step": "for x in step:\n"
+    "    step.backward(model(x).sum() + (model.weight - old).sum())\nold = model.weight.detach().clone()",
+    "sums of the step before": "for x in step:\n    step.backward((model(x) - baseline).sum())\n"
+    "    session.metrics(r=1.0)\nbaseline = step.metrics['r']",
+    "a loss that is printed before it is set": "if step.number:\n    print(loss)\nfor x in step:\n"
+    "    loss = model(x).sum()\n    step.backward(loss)",
+    "a target network in state": "for x in step:\n    with torch.no_grad():\n        wanted = held(x)\n"
+    "    step.backward((model(x) - wanted).sum())\n"
+    "if step.number % 10 == 0:\n    held.load_state_dict(model.state_dict())",
+    "a generator in state": "for x in step:\n    step.backward(model(x).sum())\n"
+    "model.weight.grad.add_(torch.randn(1, 2, generator=of_state))",
+    "a generator of a validation": "for x in step:\n    step.backward(model(x).sum())\n"
+    "print(rng.standard_normal(), torch.rand(2, generator=own))",
+    "an index that is printed at times": "for i, x in enumerate(step):\n    if i % 2 == 0:\n"
+    "        print(i)\n    step.backward(model(x).sum())",
+}
 NOT_KEPT = {
+    "a buffer that each call fills": "for x in step:\n    step.backward(model(rows.filled(x)).sum())",
+    "a count of a method for prints": "for x in step:\n    step.backward(rows.of(model(x)))\n"
+    "rows.count += 1\nprint(rows.count)",
+    "a loss that counts its calls for prints": "for x in step:\n    step.backward(focal(model(x)))",
     "state": "for x in step:\n    step.backward((shared['table'][:2] * model(x)).sum())\n"
     "shared['table'][:2] = 0.5 * shared['table'][:2] + 1\nshared['table'] = shared['table'] + 1",
     "an object of state that is told": "for x in step:\n    loss = model(x).sum()\n"
@@ -527,6 +612,37 @@ NOT_KEPT = {
 }
 
 
+LOCAL = {
+    "a rate": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss.item()\ngroups[0]['lr'] = 1 / (1 + total)",
+    "a limit": "worst = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    worst = max(worst, loss.item())\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1 + worst)",
+    "an update": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss.item()\nif total < 3: optimizer.step()",
+    "an end": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss.item()\nif step.contributed and total < 3: break",
+    "a plateau": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss.item()\nplateau.step(total)",
+    "a meter": "for x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    balance.update(loss)\n"
+    "if balance.mean < 3: groups[0]['lr'] = 0.1",
+}
+NOT_LOCAL = {
+    "the sums of the job": "for x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    session.metrics(loss=loss.item())\nloss = step.metrics['loss']\ngroups[0]['lr'] = 1 / (1 + loss)\n"
+    "if loss < -1e9: break",
+    "the average gradient": "for x in step:\n    step.backward(model(x).sum())\n"
+    "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nif norm < 3: optimizer.step()",
+    "a test for health": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss\nif torch.isfinite(total): optimizer.step()",
+    "a collective": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n    step.backward(loss)\n"
+    "    total += loss\ntotal = all_reduce(total)\nif total < 3: optimizer.step()",
+    "prints and an end of the micro-batches": "total = 0.0\nfor x in step:\n    loss = model(x).sum()\n"
+    "    step.backward(loss)\n    total += loss.item()\n    if total > 1e9: print(total)\n"
+    "if total > 3: print(total)",
+}
+
+
 def run_steps(monkeypatch, tmp_path, body):
     """Run two steps of a loop with this body."""
     path, loop = tmp_path / "script.py", "for step in session.steps(data, until=2):\n"
@@ -536,7 +652,7 @@ def run_steps(monkeypatch, tmp_path, body):
     def attached(**state):
         return session_of(monkeypatch, state=state)
 
-    names = {"torch": torch, "itertools": itertools, "attached": attached}
+    names = {"torch": torch, "numpy": numpy, "itertools": itertools, "attached": attached}
     exec(compile(path.read_text(), str(path), "exec"), names)
 
 
@@ -554,6 +670,32 @@ def test_the_first_call_refuses_best_weights_that_the_loop_keeps(monkeypatch, tm
         ConfigError, match=r"kept_weights at script.py:\d+ keeps weights by best, and a replica"
     ):
         run_steps(monkeypatch, tmp_path, body + "if step.number == 1: model.load_state_dict(kept_weights)")
+
+
+@pytest.mark.parametrize("body", LATER.values(), ids=LATER)
+def test_the_first_call_refuses_what_a_step_sets_or_draws_for_the_training_of_later_ones(
+    monkeypatch, tmp_path, body
+):
+    with pytest.raises(ConfigError, match=r"the training depends on \w+(, | \()"):
+        run_steps(monkeypatch, tmp_path, body)
+
+
+@pytest.mark.parametrize("body", NOT_LATER.values(), ids=NOT_LATER)
+def test_what_a_replica_that_joins_sets_alike_is_left_alone(monkeypatch, tmp_path, body):
+    run_steps(monkeypatch, tmp_path, body)
+
+
+@pytest.mark.parametrize("body", LOCAL.values(), ids=LOCAL)
+def test_the_first_call_refuses_an_update_that_goes_by_the_micro_batches_of_one_replica(
+    monkeypatch, tmp_path, body
+):
+    with pytest.raises(ConfigError, match=r"the update depends on \w+ \(script.py:\d+\), which goes by"):
+        run_steps(monkeypatch, tmp_path, body)
+
+
+@pytest.mark.parametrize("body", NOT_LOCAL.values(), ids=NOT_LOCAL)
+def test_an_update_that_goes_by_what_all_replicas_share_is_left_alone(monkeypatch, tmp_path, body):
+    run_steps(monkeypatch, tmp_path, body)
 
 
 @pytest.mark.parametrize("body", NOT_KEPT.values(), ids=NOT_KEPT)

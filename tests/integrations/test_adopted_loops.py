@@ -1,8 +1,12 @@
 """``--adopt`` without services: what is refused, and how a loop goes over steps that the job has made."""
 
+import functools
 import gc
+import itertools
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
@@ -319,6 +323,19 @@ def too_few_samples():
     len(DataLoader(TensorDataset(torch.randn(3, 2)), batch_size=2, shuffle=True, drop_last=True))
 
 
+def drops_a_gradient(has_scheduler):
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if has_scheduler else None
+    for (x,) in data():
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if len(optimizer.state) or has_scheduler:
+            continue
+        optimizer.step()
+    assert scheduler
+
+
 @pytest.mark.parametrize(
     ("script", "error"),
     [
@@ -332,6 +349,7 @@ def too_few_samples():
         (attaches, "calls fabric.client.attach already: run it without --adopt"),
         (nothing, "has ended without an optimizer step in this process"),
         (clips_too_early, "another backward pass between the first use of the gradient and its update"),
+        (functools.partial(drops_a_gradient, True), "between the first use of the gradient and its update"),
         (plateau, "cannot advance a ReduceLROnPlateau"),
         (changes_its_gradient, "changes its gradients between the backward pass and"),
         (
@@ -577,6 +595,114 @@ def test_the_script_may_read_and_change_the_gradient_of_a_step_that_its_loop_goe
     assert [number for number, _ in session.made] == [9, *range(10, 16)]
     assert norms[:9] == [0.0] * 9
     assert [n for n, has_moved in enumerate(moved) if has_moved] == list(range(9, 16))
+
+
+def test_a_loop_may_leave_the_update_of_a_step_out(adopt):
+    """As where the norm of the gradient, which is equal on all replicas, is not finite."""
+    weights = []
+
+    def script():
+        model, optimizer = make()
+        for number, (x,) in enumerate(data()):
+            weights.append(model.weight.detach().clone())
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if number != 1:
+                optimizer.step()
+
+    assert [number for number, _ in adopt(script).made] == [0, 1, 2, 3]
+    assert [bool((x == y).all()) for x, y in itertools.pairwise(weights)] == [False, True, False]
+
+
+def test_a_loader_and_its_data_set_may_be_made_again_of_the_same_tensors(adopt):
+    x = torch.randn(16, 2)
+
+    def script():
+        model, optimizer = make()
+        for _ in range(2):
+            for (batch,) in DataLoader(TensorDataset(x), batch_size=2, shuffle=True):
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+
+    def in_two_lines():
+        model, optimizer = make()
+        for _ in range(2):
+            samples = TensorDataset(x)
+            for (batch,) in DataLoader(samples, batch_size=2, shuffle=True):
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+
+    assert len(adopt(script).made) == len(adopt(in_two_lines).made) == 8
+
+
+def test_the_script_may_derive_by_its_input_in_a_step_that_its_loop_goes_over(adopt):
+    """As a gradient penalty and an attack on the input do."""
+    from torch.autograd import grad  # a name that no patch of torch.autograd changes
+
+    slopes = []
+
+    def script():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loader = DataLoader(TensorDataset(torch.randn(32, 2)), batch_size=2, shuffle=True)
+        for _ in range(2):
+            for (x,) in loader:
+                x.requires_grad_()
+                out = model(x)
+                (slope,) = grad(out.sum(), x, create_graph=True)
+                optimizer.zero_grad()
+                (out.pow(2).mean() + slope.norm()).backward()
+                assert x.grad is not None, "an attack moves the input by it"
+                slopes.append(slope.norm().item())
+                optimizer.step()
+
+    session = adopt(script, ScriptedSession([9, 10], replayed=2))
+    assert [number for number, _ in session.made] == [9, *range(10, 16)]
+    assert [n for n, by_grad in enumerate(slopes) if by_grad] == [0, *range(12, 16)]
+
+
+def test_numbers_between_an_update_and_the_next_batch_are_those_of_all_replicas(adopt, monkeypatch):
+    def draws(replica):
+        numbers = []
+
+        def script():
+            model, optimizer = make()
+            for (x,) in data():
+                in_batch = float(torch.rand(()))
+                model(x).sum().backward()
+                optimizer.step()
+                numbers.append((in_batch, float(torch.rand(())), np.random.rand(), random.random()))
+
+        monkeypatch.setenv("FABRIC_REPLICA", replica)
+        adopt(script)
+        return numbers
+
+    first, second = draws("r0"), draws("r1")
+    assert [x[1:] for x in first] == [x[1:] for x in second]
+    assert all(x[0] != y[0] for x, y in zip(first[1:], second[1:], strict=True)), "dropout differs"
+    assert len(set(first)) == len(first)
+
+
+def test_a_script_without_a_seed_draws_alike_in_all_replicas_and_not_in_another_job(adopt, monkeypatch):
+    def draws(replica, job):
+        numbers = []
+
+        def script():
+            numbers.append((np.random.rand(), random.random()))
+            model, optimizer = make()
+            for (x,) in data():
+                model(x).sum().backward()
+                optimizer.step()
+
+        monkeypatch.setenv("FABRIC_REPLICA", replica)
+        monkeypatch.setenv("FABRIC_JOB", job)
+        adopt(script)
+        return numbers
+
+    assert draws("r0", "one") == draws("r1", "one") != draws("r1", "other")
 
 
 @pytest.mark.parametrize("gradient", ["finite", "infinite"])

@@ -144,6 +144,36 @@ NAMED = {
         """,
         "the loop ends at script.py:42 by what it measures",
     ),
+    "a clock in a function": (
+        """
+        import time
+        def is_late(started): return time.time() - started > 60
+        for epoch in range(1):
+            for x in data: criterion(model(x)).backward()
+            if is_late(0.0): break
+        """,
+        "the loop ends at script.py",
+    ),
+    "a rate by the loss of the batch": (
+        """
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for x in data:
+            loss = criterion(model(x))
+            for group in optimizer.param_groups: group["lr"] = min(1.0, loss.item())
+            loss.backward()
+        """,
+        "the update depends on what script.py:35 measures in one replica",
+    ),
+    "an update where the loss is small": (
+        """
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for x in data:
+            loss = criterion(model(x))
+            loss.backward()
+            if loss.item() < 3.0: optimizer.step()
+        """,
+        "the update depends on what script.py:36 measures in one replica",
+    ),
     "a clock": (
         """
         import time
@@ -401,6 +431,16 @@ LEFT_ALONE = {
                 if norm > top: top = norm
             limit *= 0.5
             print(sum(norms), top)
+        """,
+    "an update where the norm or the loss is finite, a rate by the norm": """
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for x in data:
+            loss = criterion(model(x))
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in optimizer.param_groups: group["lr"] = 1 / (1 + norm.item())
+            if norm < 3.0: optimizer.step()
+            if torch.isfinite(loss): optimizer.step()
         """,
     "a rate by the epoch": """
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

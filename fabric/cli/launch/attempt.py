@@ -77,6 +77,7 @@ class AttemptSpec:
             # Python buffers output to a pipe in blocks, so lines would come late.
             own["PYTHONUNBUFFERED"] = "1"
         environment = {**self.environment, **own}
+        environment.setdefault("PYTHONHASHSEED", "0")  # a vocabulary of a set is the same in all replicas
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # rank 0 holds the store
         if self.layout.ranks > 1:
             # Set as torchrun sets it, equal on all hosts, so that all hosts add numbers in the same order.

@@ -12,9 +12,9 @@ _CONVERTS = {"to", "cuda", "cpu", "float", "half", "double", "bfloat16"}
 _CONVERTS |= {"contiguous", "detach", "train", "eval"}
 _OF_GROUPS = {"lr", "momentum", "weight_decay", "betas", "eps"}
 GROWS = {"append", "appendleft", "extend", "extendleft", "insert"}
-_CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"}
+CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"}
 _ADDS = {"add_", "sub_", "copy_"}  # to a gradient: the sum over micro-batches stays a sum
-MEASURES_GRADIENTS = {*_CLIPS, "get_total_norm"}
+MEASURES_GRADIENTS = {*CLIPS, "get_total_norm"}
 _ORDERS = ast.Lt | ast.LtE | ast.Gt | ast.GtE
 _OF_HEALTH = {"isnan", "isinf", "isfinite"}  # a loop that ends by such a test ends with its job
 
@@ -145,7 +145,7 @@ def gradient_sources(node: ast.AST) -> list[ast.expr]:
     if not isinstance(node, ast.Call):
         return []
     given = [*node.args, *(x.value for x in node.keywords)]
-    if called(node) in _CLIPS:
+    if called(node) in CLIPS:
         return given[1:]  # the first are the parameters
     is_in_place = called(node).endswith("_") and isinstance(node.func, ast.Attribute)
     return given if is_in_place and _in_gradient(node.func) else []
@@ -157,7 +157,7 @@ def early_change(inner: ast.For) -> int:
     loops = [x for x in nodes if isinstance(x, ast.For) and "param" in ast.unparse(x.iter)]
     parameters = {name for x in loops for name in stores([x.target])}
     for node in nodes:
-        if isinstance(node, ast.Call) and called(node) in {*_CLIPS, "unscale_"}:
+        if isinstance(node, ast.Call) and called(node) in {*CLIPS, "unscale_"}:
             return node.lineno
         if isinstance(node, ast.AugAssign) and not isinstance(node.op, ast.Add | ast.Sub):
             changed: ast.expr = node.target
@@ -222,12 +222,16 @@ def ends_by(
         for node, is_own in inside(loop):
             if not isinstance(node, ast.If) or not (names_read(node.test) & made or judges(node.test)):
                 continue
-            if any(isinstance(x, ast.Call) and called(x) in _OF_HEALTH for x in ast.walk(node.test)):
+            if asks_for_health(node.test):
                 continue
             for end, is_of_if in inside(node):
                 if isinstance(end, ast.Return) or (is_own and is_of_if and isinstance(end, ast.Break)):
                     return node.lineno
     return 0
+
+
+def asks_for_health(test: ast.expr) -> bool:
+    return any(isinstance(x, ast.Call) and called(x) in _OF_HEALTH for x in ast.walk(test))
 
 
 def inside(node: ast.AST, is_own: bool = True) -> Iterator[tuple[ast.AST, bool]]:

@@ -23,11 +23,14 @@ from fabric.client.loop.loop_flow import (
     COMPREHENSIONS,
     LOOPS,
     SCOPES,
+    asks_for_health,
     called,
     carry,
     dotted,
     early_change,
+    inside,
     kept_weights,
+    loads_weights,
     loops_at,
     made_from,
     moves_training,
@@ -36,12 +39,18 @@ from fabric.client.loop.loop_flow import (
 )
 from fabric.client.loop.user_functions import (
     RunningSource,
+    attributes_of,
+    callee,
     changed_in_place,
+    drawn_from,
+    function_of,
     kept_by_calls,
     kept_by_loop,
+    methods_of,
     parsed,
     search,
     steers_forward,
+    steers_update,
     tree_of,
     value_of,
 )
@@ -52,6 +61,8 @@ _PLAIN_USES = {"number", "skipped"}  # attributes of a step that are the same wi
 _COUNTS = {"number", "committed_step"}
 _OF_FABRIC = {"backward", "metrics", "add_weight"}  # calls in the inner loop after which no test can ask
 _SHARED = {"number", "committed_step", "metrics"}  # attributes that are equal on all replicas
+_COLLECTIVES = {"all_reduce", "all_gather", "broadcast", "all_gather_object", "all_gather_into_tensor"}
+_DRAWS = {"rand", "randn", "randint", "randperm", "normal", "rand_like", "randn_like", "standard_normal"}
 _LOOKUPS = {"locals", "globals", "vars", "dir", "hasattr"}
 # They yield no item that their argument does not yield.
 _PASS_ON = {"enumerate", "tqdm", "iter", "islice", "track"}
@@ -145,11 +156,20 @@ def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequ
             raise changed_early(f"{here.file}:{line} changes gradients")
     _refuse_judged(here, tree, loop, shared)
     for name, line in _numbers(loop, step).items():
-        if moves_training(loop, made_from(loop, {name}, parts=True)):
+        made = made_from(loop, {name}, parts=True)
+        chooses = _chooses_batches(loop, made)
+        if chooses or moves_training(loop, made):
+            advice = "choose by step.number" if chooses else "put it into the data set of session.loader"
             raise ConfigError(
                 f"the training depends on {name} ({here.file}:{line}), which goes by the micro-batches of "
-                "one replica, and replicas have different ones: put it into the data set of session.loader"
+                f"one replica, and replicas have different ones: {advice}"
             )
+    for name, line in _local_steering(tree, loop, step, values):
+        raise ConfigError(
+            f"the update depends on {name} ({here.file}:{line}), which goes by the micro-batches of one "
+            "replica, and replicas have different ones: add it up by session.metrics, and read step.metrics "
+            "after the micro-batches"
+        )
     parts = list(_shared_parts(shared))
     held, memory = {id(x) for x in parts}, {x.data_ptr() for x in parts if isinstance(x, torch.Tensor)}
     for name, line in _that_train(tree, [loop], changed_names(loop)):
@@ -169,6 +189,8 @@ def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequ
                 "each replica changes its own: make it from the batch, or from step.metrics and keep it in a "
                 "dict that attach(..., state=) names"
             )
+    _refuse_later(here, loop, shared)
+    held |= {id(y) for x in shared if isinstance(x, torch.nn.Module) for y in x.modules()}
     kept = kept_by_loop(loop, values, held)
     if kept:
         raise ConfigError(
@@ -184,6 +206,16 @@ def _refuse_judged(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Se
         owner, _, attribute = name.rpartition(".")
         module = value_of(here.values, owner) if owner else None
         if isinstance(module, torch.nn.Module) and steers_forward(module, attribute):
+            _refuse(here, [(name, line)], shared)
+        thing = value_of(here.values, owner) if owner else None
+        calls = {dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)}
+        readers = {x: function_of(callee(here.values, x)) for x in calls - {""}}
+        read = {
+            x
+            for x, method in readers.items()
+            if method and method.thing is thing and f"{method.me}.{attribute}" in names_read(method.node)
+        }
+        if thing is not None and moves_training(loop, made_from(loop, read)):
             _refuse(here, [(name, line)], shared)
         for kept, at in kept_weights(tree, loop, {name}):
             raise ConfigError(
@@ -201,6 +233,10 @@ def changed_names(loop: ast.stmt) -> dict[str, int]:
     nodes = list(ast.walk(loop))
     tests = [x for x in nodes if isinstance(x, ast.If | ast.IfExp)]
     caches = [x for x in tests if any(isinstance(y, ast.In | ast.NotIn | ast.Is) for y in ast.walk(x.test))]
+    # One that draws its item in a micro-batch has other items on each replica.
+    caches = [
+        x for x in caches if not any(isinstance(y, ast.Call) and called(y) in _DRAWS for y in ast.walk(x))
+    ]
     left_out = {id(y) for x in caches for y in ast.walk(x)}
     names = changed_in_place(loop)
     for put in sorted((x for x in nodes if isinstance(x, ast.Assign)), key=lambda x: x.lineno):
@@ -229,6 +265,96 @@ def _numbers(loop: ast.For, step: str) -> dict[str, int]:
             for target, source in zip(parts, given, strict=False):
                 names |= {} if _iterates(source, step) else dict.fromkeys(stores([target]), inner.lineno)
     return names
+
+
+def _local_steering(
+    tree: ast.AST, loop: ast.For, step: str, values: Mapping[str, Any]
+) -> Iterator[tuple[str, int]]:
+    """Yield each name that the micro-batches set, and the line of an update or an end that goes by it."""
+    inner = [x for x in ast.walk(loop) if isinstance(x, ast.For) and _iterates(x.iter, step)]
+    parts = [part for x in inner for part in (x.target, *x.body)]
+    within = {id(x) for part in parts for x in ast.walk(part)}
+    calls = [x for x in ast.walk(loop) if isinstance(x, ast.Call)]
+    if any(called(x) in _COLLECTIVES for x in calls):
+        return
+    local = set(_own(tree, dict.fromkeys(stores(parts), 0)))
+    for x in (x.func.value for x in calls if id(x) in within and isinstance(x.func, ast.Attribute)):
+        kind: Any = type(value_of(values, dotted(x)))
+        if not issubclass(kind, torch.nn.Module) and (issubclass(kind, list | deque) or methods_of(kind)):
+            local.add(dotted(x))  # a list, or a meter of the user's, keeps what it gets
+    rest = [x for x in loop.body if not any(id(y) in within for y in ast.walk(x))]
+    local = made_from(ast.Module(rest, []), local)
+    for node in (x for x in ast.walk(loop) if id(x) not in within):
+        tests = steers_update(node, values)
+        if isinstance(node, ast.If) and not asks_for_health(node.test):
+            breaks = any(isinstance(x, ast.Break) and is_own for x, is_own in inside(node))
+            tests += [node.test] if breaks else []
+        for name in sorted({name for test in tests for name in names_read(test)} & local):
+            yield name, getattr(node, "lineno", 0)
+
+
+def _chooses_batches(loop: ast.For, made: set[str]) -> bool:
+    """Whether a test of these names leaves a micro-batch out, or runs a backward pass."""
+    for test in (x for x in ast.walk(loop) if isinstance(x, ast.If) and names_read(x.test) & made):
+        chosen = [(y, is_own) for part in test.body for y, is_own in ((part, True), *inside(part))]
+        if any(isinstance(y, ast.Break | ast.Continue) and is_own for y, is_own in chosen):
+            return True
+        if any(isinstance(y, ast.Call) and called(y) == "backward" for y, _ in chosen):
+            return True
+    return False
+
+
+def _refuse_later(here: RunningSource, loop: ast.For, shared: Sequence[Any]) -> None:
+    """Raise ConfigError for what steps set for later ones, or draw, and a replica that joins does not."""
+    values = here.values
+    held = {id(y) for x in shared for y in (x, *attributes_of(x).values())}
+    held |= {id(y) for x in shared if isinstance(x, torch.nn.Module) for y in x.modules()}
+    held -= {id(None), id(True), id(False)}
+    for name, line in _set_for_later(loop):
+        path = name.split(".")
+        if not any(id(value_of(values, ".".join(path[: i + 1]))) in held for i in range(len(path))):
+            raise ConfigError(
+                f"the training depends on {name}, which {here.file}:{line} sets for later steps, and a "
+                f"replica that joins begins with another {name}: keep it in an object that attach(..., "
+                "state=) names"
+            )
+    for name, line in drawn_from(loop, values):
+        if id(value_of(values, name)) not in held and moves_training(loop, made_from(loop, {name})):
+            raise ConfigError(
+                f"the training depends on {name}, a generator that {here.file}:{line} draws from, and each "
+                "replica draws other numbers of it: draw from torch's own generator, which fabric seeds for "
+                "each micro-batch and update, or keep one for the update in state="
+            )
+
+
+def _set_for_later(loop: ast.For) -> Iterator[tuple[str, int]]:
+    """Yield the names by which a step trains before it sets them, and which a joining replica sets otherwise.
+
+    Their value goes by the micro-batches, or not every step sets it.
+    """
+    step, nodes = _step_name(loop.target, loop.iter), list(ast.walk(loop))
+    inner = [x for x in nodes if isinstance(x, ast.For) and _iterates(x.iter, step)]
+    batch = set(stores(part for x in inner for part in (x.target, *x.body)))
+    targets = {
+        name for x in nodes if isinstance(x, ast.For | ast.comprehension) for name in stores([x.target])
+    }
+    branched = {id(y) for x in nodes if isinstance(x, ast.If) for y in ast.walk(x)}
+    statements = [x for x in nodes if isinstance(x, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr)]
+    first: dict[str, ast.stmt] = {}
+    for node in sorted(statements, key=lambda x: x.lineno):
+        names = set(stores([node]))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and loads_weights(node.value):
+            names = {dotted(node.value.func).rpartition(".")[0]}
+        for name in names - targets - {""}:
+            first.setdefault(name, node)
+    for name, put in first.items():
+        shared = {x.attr for x in ast.walk(put) if isinstance(x, ast.Attribute)} & _SHARED
+        if id(put) not in branched and (shared or not names_read(put) & (batch - {name})):
+            continue
+        for node in (x for x in statements if x.lineno < put.lineno and name in names_read(x)):
+            made = set(stores([node]))
+            if moves_training(node, {name}) or (made and moves_training(loop, made_from(loop, made))):
+                yield name, put.lineno
 
 
 def _shared_parts(shared: Iterable[Any]) -> Iterator[Any]:
@@ -462,7 +588,8 @@ def _own(tree: ast.AST, carried: dict[str, int]) -> dict[str, int]:
             carried = {name: at for name, at in carried.items() if name not in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             shared = {x.attr for x in ast.walk(node.value) if isinstance(x, ast.Attribute)} & _SHARED
-            carried = {name: at for name, at in carried.items() if not shared or name not in stores([node])}
+            fresh = set(stores([node])) - names_read(node.value) if shared else set()
+            carried = {name: at for name, at in carried.items() if name not in fresh}
     return carried
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.client.data.loader import Loader, describe_sharing
+from fabric.client.loop.data_content import content_digest
 from fabric.client.loop.loop_source import refuse_memory
 from fabric.errors import ConfigError, FabricError
 from fabric.health.work import WorkAmount
@@ -226,6 +227,7 @@ class StepData:
         self.first_step = 0  # the step at which the loader's order begins
         self._loaders: dict[int, Loader] = {}  # all loaders by identity; their threads end with the session
         self._made: dict[int, int] = {}  # for each of them, the number of steps in the calls so far
+        self._content = (-1, "")  # the first loader's key, and a digest of some of its samples
         self.loader: Loader  # of the present call
 
     def enter(self, loader: Loader, until: int, first_step: int | None) -> None:
@@ -250,6 +252,9 @@ class StepData:
             )
         if key not in self._loaders:
             refuse_memory(loader.fetcher.collate, None if loader.plan.is_stream else loader.fetcher.dataset)
+        if not self._loaders and not (loader.plan.is_stream or loader.sharing.readers):
+            # Later data sets may have gone other ways in a replica that joins.
+            self._content = key, content_digest(loader.fetcher.dataset)
         self._loaders[key] = self.loader = loader
         if loader.scale_lr and self._presence is None:
             self._presence = PresenceFactor(self._optimizers)
@@ -258,7 +263,9 @@ class StepData:
     def describe(self) -> dict[str, Any]:
         """Return the settings of the present call that determine its samples, for the journal."""
         settings = {**self.loader.plan.describe(), **describe_sharing(self.loader.sharing)}
-        return {**settings, "first_step": self.first_step} if self.first_step else settings
+        settings |= {"first_step": self.first_step} if self.first_step else {}
+        key, content = self._content
+        return settings | ({"content": content} if content and key == id(self.loader) else {})
 
     def plan(self, more: Mapping[str, Any]) -> DataPlan:
         """Return the data plan of the present call. ``more``: further settings that members compare."""

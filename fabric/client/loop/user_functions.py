@@ -10,6 +10,7 @@ import functools
 import inspect
 import linecache
 import logging
+import random
 import sysconfig
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,11 +19,16 @@ from pathlib import Path
 from types import FrameType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
 
 import fabric
 from fabric.client.loop.loop_flow import (
+    CLIPS,
     GROWS,
+    asks_for_health,
     called,
     carry,
     dotted,
@@ -32,6 +38,7 @@ from fabric.client.loop.loop_flow import (
     made_from,
     moves_training,
     names_read,
+    sets_rate,
     stores,
 )
 from fabric.errors import FabricError
@@ -41,6 +48,9 @@ _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
 _LIBRARIES = tuple(sysconfig.get_paths()[x] for x in ("stdlib", "platstdlib", "purelib", "platlib"))
 _CALLS = ("__call__", "__getitem__", "__getitems__")  # the methods that give data
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_FRESH = {"copy_", "zero_", "fill_", "normal_", "uniform_", "requires_grad_"}  # no old value is left
+_CONTAINERS = {list, tuple, dict, torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict}
 # Limits of a search: the parts of an object, their depth, the length of a list, and the functions.
 _PARTS, _DEPTH, _FEW, _FUNCTIONS = 1000, 4, 64, 300
 
@@ -119,7 +129,11 @@ def kept_by_loop(
                     return f"{name}, which {keeper} keeps from call to call ({keeper.place(line)})"
     for name in sorted({dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)} - {""}):
         value = callee(values, name)
-        if not isinstance(value, torch.nn.Module | type) and moves_training(loop, made_from(loop, {name})):
+        if isinstance(value, torch.nn.Module):  # one with parameters is watched, or refused
+            is_free = id(value) not in shared and next(value.parameters(), None) is None
+        else:
+            is_free = not isinstance(value, type)
+        if is_free and moves_training(loop, made_from(loop, {name})):
             kept = kept_by_calls([value], shared)
             if kept:
                 return kept
@@ -135,6 +149,44 @@ def value_of(values: Mapping[str, Any], name: str) -> Any:
         tables = ("_parameters", "_buffers", "_modules") if isinstance(value, torch.nn.Module) else ()
         value = next((x[part] for x in (own, *(own.get(y, {}) for y in tables)) if part in x), None)
     return value
+
+
+def drawn_from(node: ast.AST, values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the names of generators of random numbers that a node draws from, and the line.
+
+    ``values``: the objects of the names. torch's own generator is not one of them.
+    """
+    for x in (x for x in ast.walk(node) if isinstance(x, ast.Call)):
+        held = x.func.value if isinstance(x.func, ast.Attribute) else x.func
+        for name in map(dotted, (held, *x.args, *(z.value for z in x.keywords))):
+            drawn = value_of(values, name)
+            if isinstance(drawn, _GENERATORS) and drawn is not torch.default_generator:
+                yield name, x.lineno
+
+
+def steers_update(node: ast.AST, values: Mapping[str, Any]) -> list[ast.expr]:
+    """Return the expressions by which a node sets a rate or a limit for the gradient, or asks for an update.
+
+    ``values``: the objects of the names.
+    """
+
+    def is_step_of(call: ast.AST, kinds: Any) -> bool:
+        if not isinstance(call, ast.Call) or called(call) != "step":
+            return False
+        return isinstance(value_of(values, dotted(call.func).rpartition(".")[0]), kinds)
+
+    if isinstance(node, ast.Assign | ast.AugAssign) and sets_rate(node):
+        return [node.value]
+    if isinstance(node, ast.Call):
+        given = [*node.args, *(x.value for x in node.keywords)]
+        if sets_rate(node) or is_step_of(node, LRScheduler):
+            return given
+        return given[1:] if called(node) in CLIPS else []
+    if isinstance(node, ast.If) and not asks_for_health(node.test):
+        chosen = [y for part in (*node.body, *node.orelse) for y in ast.walk(part)]
+        if any(sets_rate(x) or is_step_of(x, Optimizer | torch.amp.GradScaler) for x in chosen):
+            return [node.test]
+    return []
 
 
 def steers_forward(module: torch.nn.Module, attribute: str) -> bool:
@@ -192,7 +244,14 @@ class RunningSource:
 
     def value(self, node: ast.expr) -> Any:
         """Return the object of an expression, or None."""
-        return node.value if isinstance(node, ast.Constant) else value_of(self.values, dotted(node))
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Subscript):  # of a container whose item runs no code of the user
+            held = self.value(node.value)
+            with contextlib.suppress(ValueError, TypeError, LookupError):
+                return held[ast.literal_eval(node.slice)] if type(held) in _CONTAINERS else None
+            return None
+        return value_of(self.values, dotted(node))
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,6 +345,11 @@ class UserFunction:
         arguments = {x.arg for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
         carry(self.node.body, arguments - {self.me}, names)
         names |= changed_in_place(self.node)
+        for x in (x for x in ast.walk(self.node) if isinstance(x, ast.Call)):
+            name = dotted(x.func.value) if isinstance(x.func, ast.Attribute) else ""
+            is_change = called(x).endswith("_") and called(x) not in _FRESH
+            if is_change and isinstance(value_of(self.values, name), torch.Tensor):
+                names.setdefault(name, x.lineno)
         return {name: at for name, at in names.items() if "." in self.symbols.get(name, "")}
 
     def left(self) -> dict[str, int]:
@@ -423,7 +487,10 @@ class _Reached:
                 more = [*more, *(value.__globals__.get(name) for name in value.__code__.co_names)]
         elif isinstance(value, list | tuple | dict):
             more = (value.values() if isinstance(value, dict) else value) if len(value) <= _FEW else ()
-        elif not isinstance(value, torch.Tensor | torch.nn.Module | type | ModuleType):
+        elif isinstance(value, torch.nn.Module):
+            if depth == 0 and next(value.parameters(), None) is None:  # a loss of the user's
+                self._method(value, "forward", None)
+        elif not isinstance(value, torch.Tensor | type | ModuleType):
             for name in _CALLS:
                 self._method(value, name, None)
             more = list(attributes_of(value).values())

@@ -16,6 +16,7 @@ import functools
 import gc
 import itertools
 import linecache
+import operator
 import random
 import re
 import sys
@@ -28,11 +29,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from fabric.client.data.loader import check_size
 from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, indices_of, sample_indices, shuffles_all
 from fabric.client.data.sampler import StepSampler
+from fabric.client.loop.data_content import content_digest
 from fabric.client.loop.later_changes import made_each_pass, repeated
 from fabric.client.loop.loop_flow import GROWS, assignments, called, dotted, names_read, stores
 from fabric.client.loop.loop_source import refuse_memory
@@ -113,7 +115,8 @@ class BlockOrder:
         """Whether another order has the same samples in the same batches."""
         digests = [x.plan.order and x.plan.order.digest for x in (self, other)]
         sizes = [(x.size, x.batch_size, x.batched, x.drop_last) for x in (self.data, other.data)]
-        return digests[0] == digests[1] and self.data.dataset is other.data.dataset and sizes[0] == sizes[1]
+        is_same = _has_same_samples(self.data.dataset, other.data.dataset)
+        return digests[0] == digests[1] and is_same and sizes[0] == sizes[1]
 
     def _items(self, positions: range) -> list[Any]:
         if self.plan.order is not None:
@@ -181,7 +184,9 @@ class AdoptedSampler(StepSampler):
     def describe(self) -> dict[str, Any]:
         """Describe the order, as far as the audit has a rule for it."""
         described, order = super().describe(), self._order
-        more = {} if order.plan.order is None else {"order": order.plan.order.digest}
+        more: dict[str, Any] = {} if order.plan.order is None else {"order": order.plan.order.digest}
+        if content := content_digest(order.data.dataset):
+            more |= {"content": content}
         if self._batches == 1 and order.parts == self._data.replicas and not order.left:
             return described | more
         return {name: described[name] for name in ("policy", "data_slots", "micro_batches", "seed")} | more
@@ -288,7 +293,7 @@ class AdoptedData:
     def _goes_on(self, loader: Loader) -> bool:
         """Whether the loader is that of the training, which the script has made again."""
         assert self._order is not None
-        if loader.dataset is not self._order.data.dataset:
+        if not _has_same_samples(loader.dataset, self._order.data.dataset):
             return False
         try:
             return self._order.same(self._order_of(loader))
@@ -328,6 +333,7 @@ class AdoptedData:
         reading = None
         first, end = self._enter_pass()
         for block in range(first, end):
+            self._loop.before_batch()
             if not self._loop.computes and self._kept is not None:
                 batch, reading = self._kept, None
             else:
@@ -601,6 +607,9 @@ def refuse_other_data(frame: FrameType | None, loader: Loader) -> None:
     for sources in repeated(frame):
         for source in sources:
             for statement in (x for x, value in made_each_pass(source) if value is data):
+                own, given = set(stores([source.node])), names_read(statement.value)
+                if isinstance(data, TensorDataset) and not own & given:
+                    continue  # each pass makes it of the same tensors
                 raise ConfigError(
                     f"{source.place(statement)} makes new data in each pass of a loop{_ONE_SET}"
                 )
@@ -718,6 +727,13 @@ def _another_shuffles(loader: Loader) -> bool:
         return False
     gc.collect()  # it may be garbage that is not collected yet
     return exist()
+
+
+def _has_same_samples(own: Any, other: Any) -> bool:
+    """Whether two data sets are one, or were made of the same tensors."""
+    if isinstance(own, TensorDataset) and isinstance(other, TensorDataset):
+        return len(own.tensors) == len(other.tensors) and all(map(operator.is_, own.tensors, other.tensors))
+    return own is other
 
 
 def _name(loader: Loader | None) -> str:

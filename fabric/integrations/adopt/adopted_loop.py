@@ -73,6 +73,7 @@ class AdoptedLoop:
         self._outputs = RepeatedOutputs()
         self._by_hand = HandUpdates()
         self._has_gradient = False  # a backward pass has run since the last update
+        self._is_between = False  # the update is done, and the script has not got its next batch
         self._exchanged = False  # the gradient of this step is exchanged, and the update is to come
         self.updates = True  # whether that update is real
         self.has_left = False  # the session has ended this process
@@ -92,6 +93,11 @@ class AdoptedLoop:
                     f"{OWN_WAY}"
                 )
             self._by_hand.note(losses)
+        has_schedulers = self.objects is not None and bool(self.objects.schedulers)
+        if self._exchanged and not has_schedulers and not self._holds_gradient():
+            # All replicas have dropped a gradient, as one whose norm is not finite. A scheduler that does not
+            # advance then would be ahead in a replica that joins.
+            self.after_update()
         if self._exchanged:
             raise ConfigError(
                 "the script runs another backward pass between the first use of the gradient and its update, "
@@ -99,6 +105,12 @@ class AdoptedLoop:
             )
         self._has_gradient = True
         self.data.note_backward()
+
+    def _holds_gradient(self) -> bool:
+        """Whether a parameter that the script trains has a gradient that is not zero."""
+        assert self.objects is not None
+        gradients = (p.grad for group in self.objects.optimizer.param_groups for p in group["params"])
+        return any(x is not None and bool(torch.count_nonzero(x)) for x in gradients)
 
     def after_backward(self) -> None:
         """The gradients are as the script's backward pass made them, or zeros where it did not run."""
@@ -136,7 +148,19 @@ class AdoptedLoop:
     def after_update(self) -> None:
         """The update of this step is done, or was left out, as by a scaler."""
         self._has_gradient = self._exchanged = False
-        if self.session is not None:  # another seed on each replica
+        if self.data.sampler is not None:
+            self._is_between = True
+            seed_everything(0, self.number, -1)
+        elif self.session is not None:  # another seed on each replica
+            seed_everything(0, self.number, self._slot)
+
+    def before_batch(self) -> None:
+        """The script is about to get a batch of the job: from now on its random numbers are its replica's.
+
+        Those between an update and this are equal on all replicas, as noise on the weights must be.
+        """
+        if self._is_between:
+            self._is_between = False
             seed_everything(0, self.number, self._slot)
 
     def resume_at(self, step: int, batches_per_step: int, skipped: int) -> None:
@@ -230,7 +254,7 @@ class AdoptedLoop:
     def _begin(self) -> None:
         """Attach what the script has made by now."""
         objects = TrainingObjects.find()
-        measured = measured_value(sys._getframe(1))  # noqa: SLF001
+        measured = measured_value(sys._getframe(1), [objects.model])  # noqa: SLF001
         if measured:
             raise ConfigError(
                 f"{measured}, and a replica that joins has not measured what the others have: end the loop "

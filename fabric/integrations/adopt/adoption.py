@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+import numpy as np
+import xxhash
 
 import fabric.client
 from fabric.client.process.excepthook import install_excepthook
@@ -140,6 +144,7 @@ def run_adopted(run: Callable[[], None]) -> None:
     if settings.disable:
         run()
         return
+    _seed_unseeded(settings)
     loop, training = AdoptedLoop(settings, fabric.client.attach), _FrameworkTraining()
     with contextlib.ExitStack() as stack:
 
@@ -163,6 +168,17 @@ def run_adopted(run: Callable[[], None]) -> None:
                 training.check()
             else:
                 loop.finish()
+
+
+def _seed_unseeded(settings: config.Settings) -> None:
+    """Seed numpy and ``random`` alike in all processes of a job, as torch's generators are in any process.
+
+    Else a script without a seed would split its data, or choose its values, in another way in each replica.
+    Jobs of other names or tokens have other numbers.
+    """
+    seed = xxhash.xxh3_64_intdigest(settings.job.encode() + b"\0" + settings.token)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
 
 
 class _FrameworkTraining:

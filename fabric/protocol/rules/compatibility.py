@@ -13,6 +13,7 @@ from fabric.protocol.rules import layout_text
 
 # Data setting -> the name of the variable or argument with which the user chooses it.
 _LABELS = {
+    "content": "the digest of some samples (seed what splits, shuffles or draws the data; sort listed files)",
     "data_slots": "seats (FABRIC_REPLICAS)",
     "exchange": "FABRIC_EXCHANGE",
     "on_nan": "FABRIC_ON_NAN",

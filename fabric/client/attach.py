@@ -191,7 +191,8 @@ def make_session(
         refuse_second_training(chosen)
         check_serialisable(objects)
         trainer = _Trainer(chosen, group, parameters, objects, ForwardBuffers(model, buffers), choices)
-        watch = ModelWatch(model, parameters, unshared, outside, {x: objects[x] for x in state})
+        kept = {x: objects[x] for x in state}
+        watch = ModelWatch(model, parameters, unshared, outside, kept, group, choices.refuses_others)
         if choices.refuses_others:
             watch.watch_others(objects.values(), optimizers.values(), [state, choices.local_state])
         session = Session(trainer.make_parts(), watch, choices.step)

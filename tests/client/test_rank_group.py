@@ -1,11 +1,16 @@
-"""What the ranks of a replica tell each other at the start, over a real world of gloo."""
+"""What the ranks of a replica tell each other, and which gradients they refuse, over a real world of gloo."""
 
 import multiprocessing
 from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from fabric.client.process.rank_group import RankGroup
+from fabric.client.process.rank_group import RankGradients, RankGroup
 from fabric.errors import ConfigError
 
 SIZE = 3
@@ -17,6 +22,61 @@ def answers(rows):
 
 def refuse(rows):
     raise ConfigError(f"{len(rows)} ranks do not agree")
+
+
+def model(seed: int = 1) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+
+
+def refused(way: str, number: int) -> str:
+    """Train two steps of one micro-batch at this rank; return the refusal."""
+    trained = model()
+    if way.startswith("ddp"):
+        trained = DistributedDataParallel(trained)
+    elif way.startswith("fsdp2"):
+        shape, names = ((SIZE, 1), ("replicate", "shard")) if "hsdp" in way else ((SIZE,), ("shard",))
+        fully_shard(trained, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    elif way.startswith("fsdp1"):
+        trained = FullyShardedDataParallel(trained, device_id=torch.device("cpu"))
+    gradients = RankGradients(trained, RankGroup(number, SIZE), way != "wanted")
+    # The stages of a pipeline have the same samples.
+    gradients.begin(0 if way == "stages" else number, 1 if way == "stages" else SIZE)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    if way == "fsdp2 waits":
+        trained.set_requires_gradient_sync(False)
+    elif way == "fsdp2 hsdp waits":
+        trained.set_requires_all_reduce(False)
+    elif way == "ddp waits by attribute":
+        trained.require_backward_grad_sync = False
+    try:
+        for step in range(2):
+            loss = trained(torch.full((3, 4), 1.0 + number + step)).square().mean()
+            if way in ("ddp waits", "fsdp1 waits"):
+                with trained.no_sync():
+                    gradients.look()
+                    loss.backward()
+            else:
+                gradients.look()
+                loss.backward()
+            gradients.check()
+            gradients.compare()
+            for p in list(trained.parameters())[: 2 if way == "experts" else None]:
+                if way in ("by hand", "experts"):  # the others are of an expert of this rank alone
+                    dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def training_rank(number: int, store: Path, results, ways: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=SIZE)
+    results.put((number, {way: refused(way, number) for way in ways}))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def rank(number: int, store: Path, results) -> None:
@@ -32,16 +92,39 @@ def rank(number: int, store: Path, results) -> None:
     dist.destroy_process_group()
 
 
-def test_rank_0_answers_each_rank_and_its_refusal_is_that_of_all(tmp_path):
+def told_by_ranks(target, store: Path, *arguments) -> dict:
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    ranks = [context.Process(target=rank, args=(n, tmp_path / "store", results)) for n in range(SIZE)]
+    ranks = [context.Process(target=target, args=(n, store, results, *arguments)) for n in range(SIZE)]
     for process in ranks:
         process.start()
     told = dict(results.get(timeout=60) for _ in ranks)
     for process in ranks:
         process.join(60)
+    return told
+
+
+def test_rank_0_answers_each_rank_and_its_refusal_is_that_of_all(tmp_path):
+    told = told_by_ranks(rank, tmp_path / "store")
     for number in range(SIZE):
         assert told[number]["gathered"] == [{"name": ""}, {"name": "ä"}, {"name": "ää"}]
         assert told[number]["answered"] == {"sum": 150, "own": "x" * number * 50}
         assert told[number]["refused"] == "3 ranks do not agree"
+
+
+def test_gradients_that_stay_at_one_rank_and_models_that_part_are_refused(tmp_path):
+    waiting = ["fsdp2 waits", "fsdp2 hsdp waits", "fsdp1 waits", "ddp waits", "ddp waits by attribute"]
+    kept = ["fsdp2", "fsdp2 hsdp", "fsdp1", "ddp", "by hand", "experts", "stages", "wanted"]
+    told = told_by_ranks(training_rank, tmp_path / "store", [*waiting, *kept, "alone"])
+    for number in range(SIZE):
+        for way in waiting:
+            assert "a backward pass has left its gradient at one rank" in told[number][way], way
+        assert {way: told[number][way] for way in kept} == dict.fromkeys(kept, "")
+        assert f"rank {number} trains a model of its own" in told[number]["alone"]
+
+
+@pytest.mark.parametrize("group", [None, RankGroup(0, 2)])
+def test_a_model_without_a_wrapper_has_nothing_that_waits(group):
+    gradients = RankGradients(model(), group)
+    gradients.look()
+    gradients.check()

@@ -1,16 +1,19 @@
 """Gradients that a loop keeps from one step to the next, or drops within a step, are refused."""
 
 import ast
+import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.utils import clip_grad_norm_
 
 import fabric.client
 from fabric.client.gradients import bucket_stream
 from fabric.client.gradients.bucket_stream import Overlap, StaleGradients
 from fabric.client.loop.loop_flow import early_change
-from fabric.client.loop.model_watch import refuse_gradient_hooks
+from fabric.client.loop.model_watch import refuse_gradient_hooks, refuse_optimizers
 from fabric.errors import ConfigError
 from fabric.ftar.buckets import FlatGradients
 
@@ -295,3 +298,38 @@ def test_a_hook_on_what_a_replica_has_added_up_is_refused_and_one_on_a_gradient_
     handle.remove()
     Overlap(FlatGradients(list(model.named_parameters())), lambda *_: None, fewest_buckets=1)
     refuse_gradient_hooks(model)
+
+
+def test_a_schedule_that_divides_what_earlier_micro_batches_added_is_refused():
+    """torch divides the whole ``.grad`` at the end of each schedule: the first micro-batch's part twice."""
+    stage = SimpleNamespace(submod=torch.nn.Linear(2, 1))
+    stage.submod.weight.grad = torch.ones(1, 2)
+    stale = StaleGradients([torch.optim.SGD(stage.submod.parameters(), lr=0.1)])
+    scale = _PipelineStageBase.scale_grads
+    with stale.micro_batch(True, False):
+        scale(stage, 1)
+        with pytest.raises(ConfigError, match="scale_grads=True"):
+            scale(stage, 2)
+    scale(stage, 2)  # as torchtitan does, before session.exchange
+    assert stage.submod.weight.grad.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"), [(None, ""), ([0.0], "DDP's communication hook hook keeps a list")]
+)
+def test_a_communication_hook_with_a_state_is_refused(state, words):
+    def hook(state, bucket):
+        raise AssertionError("never called")
+
+    model = torch.nn.Linear(2, 1)
+    model._comm_hooks = [(hook, state)]  # as DDP keeps them
+    with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
+        refuse_gradient_hooks(model)
+
+
+def test_an_optimizer_whose_state_is_one_ranks_own_is_refused():
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        """torch's own needs a world of several ranks."""
+
+    with pytest.raises(ConfigError, match="a state that a rank which joins cannot take over"):
+        refuse_optimizers([ZeroRedundancyOptimizer([torch.ones(1)])])

@@ -184,3 +184,17 @@ def test_a_killed_server_takes_no_rank_with_it_and_is_started_once_for_all_ranks
         assert set(job.codes.values()) == {0}, job.logs()
         assert job.starts == {"r0": 1, "r1": 1}, job.logs()
         job.check_lanes(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [("alone", "trains a model of its own"), ("waits", "a backward pass has left its gradient at one rank")],
+)
+def test_ranks_that_do_not_average_their_gradients_are_refused(zygote, tmp_path, way, words):
+    environment = {"TEST_TRAINER": "own_gradients_trainer", "TEST_WAY": way}
+    with RankJob(zygote, tmp_path, replicas=2, environment=environment) as job:
+        job.start("r0")
+        job.start("r1")
+        job.finish(restart=False, deadline_s=120)
+        assert set(job.codes.values()) == {1}, job.logs()
+        assert all(words in job.said(name) for name in job.pids), job.logs()

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -38,6 +39,7 @@ _CLIPPING = (
     (clip_grad, "clip_grad_value_"),
     (torch.nn.utils, "clip_grad_value_"),
 )
+_STAGES = "torch.distributed.pipelining.stage"
 
 
 class StaleGradients:
@@ -64,6 +66,8 @@ class StaleGradients:
             optimizer.register_step_pre_hook(self._before)
         _watching.add(self)
         _watch_clipping()
+        if _STAGES in sys.modules:
+            _watch_stages()
 
     def micro_batch(self, is_first: bool, is_only: bool, frees: bool = False) -> Self:
         """Let the user's code compute a micro-batch, and watch the gradients of the step's earlier ones.
@@ -150,6 +154,20 @@ def _watch_clipping() -> None:
     for owner, name in _CLIPPING:
         clip = getattr(owner, name)
         setattr(owner, name, functools.wraps(clip)(functools.partial(watched, clip)))
+
+
+@functools.cache
+def _watch_stages() -> None:
+    """Let pipeline stages refuse to divide what the step's earlier micro-batches have added."""
+    owner = sys.modules[_STAGES]._PipelineStageBase  # noqa: SLF001
+    scale = owner.scale_grads
+
+    def watched(stage: Any, grad_scale_factor: int) -> Any:
+        if grad_scale_factor != 1 and any(x.computes for x in _watching):
+            raise changed_early("the pipeline's schedule divides gradients (scale_grads=True)")
+        return scale(stage, grad_scale_factor)
+
+    owner.scale_grads = functools.wraps(scale)(watched)
 
 
 def changed_early(what: str) -> ConfigError:

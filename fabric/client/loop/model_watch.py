@@ -5,7 +5,7 @@ parameters changed after ``attach``.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fabric.client.loop.unshared_objects import (
     UnsharedWatch,
     tensors_in,
 )
+from fabric.client.process.rank_group import RankGradients, RankGroup
 from fabric.errors import ConfigError, StateError
 
 # Number of steps between two searches for new parameters: a search walks over every module.
@@ -30,20 +31,34 @@ LOOK_EVERY = 10
 _COMPARED_STEPS = 3
 
 
-def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for an optimizer that computes gradients of its own inside ``step``."""
+def refuse_optimizers(optimizers: Collection[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError for an optimizer that computes gradients inside ``step``, or is one rank's own."""
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise ConfigError(
             "torch.optim.LBFGS evaluates the loss again inside step, on one replica's own data, so that the "
             "replicas would part: use an optimizer that takes the gradient as it is, such as AdamW or SGD"
         )
+    for optimizer in optimizers:
+        if type(optimizer).__name__ in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps a state that a rank which joins cannot take over: use the "
+                "optimizer that it wraps, or fully_shard"
+            )
 
 
 def refuse_gradient_hooks(model: torch.nn.Module) -> None:
     """Raise ConfigError for a hook of the user's that may change what a parameter's ``.grad`` has added up.
 
-    Hooks of torch's own wrappers communicate, and hooks of ``register_hook`` see one backward pass.
+    Hooks of torch's own wrappers communicate, and hooks of ``register_hook`` see one backward pass. Refused
+    too is a communication hook of DDP with a state, which a rank that joins would lack.
     """
+    for hook, state in (x for module in model.modules() for x in vars(module).get("_comm_hooks", ())):
+        if state is not None and not isinstance(state, torch.distributed.ProcessGroup):
+            raise ConfigError(
+                f"DDP's communication hook {getattr(hook, '__name__', hook)} keeps a "
+                f"{type(state).__name__}, which a rank that joins would lack: leave the hook out, choose one "
+                'without a state, or say unshared="ignore"'
+            )
     for name, parameter in model.named_parameters():
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         for hook in hooks.values():
@@ -51,8 +66,9 @@ def refuse_gradient_hooks(model: torch.nn.Module) -> None:
             if module.partition(".")[0] not in ("torch", "fabric"):
                 raise ConfigError(
                     f"{name} has a hook of register_post_accumulate_grad_hook, which sees the gradients that "
-                    "this replica has added up, before those of all replicas are averaged: use "
-                    'register_hook, change .grad before optimizer.step(), or say unshared="ignore"'
+                    "this replica has added up, before those of all replicas are averaged: change .grad "
+                    "before optimizer.step(), use register_hook, which sees the gradient of a micro-batch "
+                    'times its weight, or say unshared="ignore"'
                 )
 
 
@@ -92,7 +108,11 @@ class ModelWatch:
         unshared: UnsharedWatch,
         outside: Sequence[torch.Tensor] = (),
         shared: Mapping[str, object] | None = None,
+        group: RankGroup | None = None,
+        compares: bool = True,
     ) -> None:
+        """``compares``: whether ranks that train models of their own are refused."""
+        self.ranks = RankGradients(model, group, compares)
         # None where the user has said that what is not shared is meant to be so.
         self.averages: AverageWatch | None = None
         self.others: OptimizerWatch | None = None
@@ -147,6 +167,8 @@ class ModelWatch:
 
     def check(self, step: int) -> None:
         """Check before the exchange of ``step``: other members expect the attached parameters."""
+        self.ranks.check()
+        self.ranks.compare()
         if self.others is not None:
             self.others.step = step
         before, self._digests = self._digests, {}

@@ -290,6 +290,7 @@ class Session(LoopCalls):
                 watched = stale.micro_batch(is_first, len(filled) == 1, not self.settings.retain_gradients)
                 with watched, self.overlap.micro_batch(step.number, last=left == 0):
                     yield batch
+                self._watch.ranks.check()
                 self._clock.count(micro_batch, step.weight.take_work(len(samples)))
             crash_marker.clear()
             self._progress.at = None
@@ -300,6 +301,7 @@ class Session(LoopCalls):
 
     def run_backward(self, step: int, weight: float, run: Callable[[], None]) -> None:
         """Let ``run`` do one backward pass, which adds a gradient of this ``weight``; for Step."""
+        self._watch.ranks.look()
         self.overlap.backward(step, weight, run)
 
     def exchange(self, weight: float = 1.0) -> Step:
@@ -440,6 +442,7 @@ class Session(LoopCalls):
             parts.snapshot_worker.submit(parts.snapshots.slots.map_next)
         is_sliced = self._data.until > 0  # else the loop calls ``exchange``
         part = self._data.loader.slice.index if is_sliced else self._process.rank
+        self._watch.ranks.begin(part, self._data.loader.slice.count if is_sliced else 1)
         agreed = {**data, **more, **settings.agreed}  # settings that must be equal on all members
         described, step = described_as(agreed), self.committed_step
         try:

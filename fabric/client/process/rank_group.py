@@ -1,8 +1,9 @@
 """The ranks of this replica, from its own torch.distributed world.
 
 The start uses this world, before fabric's links exist: every rank sends rank 0 a few values, as JSON in byte
-tensors, and rank 0 answers. Only values that all ranks need whole go to all. Later only averaged buffers use
-it. Each replica has its own world, so this module reaches no other replica.
+tensors, and rank 0 answers. Only values that all ranks need whole go to all. Later only averaged buffers and
+the first looks of ``RankGradients`` use it. Each replica has its own world, so this module reaches no other
+replica.
 """
 
 import contextlib
@@ -14,13 +15,19 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from fabric.errors import ConfigError, FabricError, ProtocolError
 from fabric.exit_codes import FAILED, LAYOUT_REFUSED, RESTART
+from fabric.ftar.buckets import local_part
 from fabric.runtime.config import asked_layout, launched_ranks
 from fabric.runtime.rank_layout import RankLayout
 
 _MAX_BYTES = 1 << 20
+_LOOKS = 4  # in so many of a process's first contributions the ranks compare their parameters
+_SAMPLED = 64  # elements of each that they compare
+# While one of these attributes is false, a backward pass of DDP or FSDP1 leaves the gradient at its rank.
+_SWITCHES = ("require_backward_grad_sync", "_sync_gradients")
 # Rank 0's answers to the values of all ranks, both in rank order.
 Answer = Callable[[list[dict[str, Any]]], list[Mapping[str, Any]]]
 
@@ -102,6 +109,99 @@ class RankGroup:
         moved = values.to(_device())
         dist.all_reduce(moved)
         values.copy_(moved)
+
+
+class RankGradients:
+    """Refuses gradients that the ranks of this replica have not averaged among themselves.
+
+    DDP and FSDP average in backward, unless the loop says that a later micro-batch of the step does. But a
+    loop does not know its last micro-batch: those of a dead replica follow its own. Without such a wrapper,
+    ranks with different samples would each train a model of their own.
+    """
+
+    def __init__(self, model: torch.nn.Module, group: RankGroup | None, wanted: bool = True) -> None:
+        """``wanted``: false where the user has said that what is not shared is meant to be so."""
+        self.parts = 1  # so many different slices of the samples the ranks have
+        self._part = 0  # this rank's
+        self._group = group
+        self._looks = _LOOKS if wanted else 0
+        self._waits = False
+        modules: list[Any] = list(model.modules()) if group is not None else []
+        self._switches = [
+            (x, name)
+            for x in modules
+            for name in _SWITCHES
+            if name in vars(x) and dist.get_world_size(x.process_group) > 1
+        ]
+        states = [x._get_fsdp_state() for x in modules if hasattr(x, "_get_fsdp_state")]  # noqa: SLF001
+        # torch 2.11 has one group per state, later releases have several.
+        groups = [getattr(x, "_fsdp_param_groups", None) or [x._fsdp_param_group] for x in states]  # noqa: SLF001
+        self._sharded = [x for of_state in groups for x in of_state if x is not None]
+        self._parameters = [x for x in model.named_parameters() if x[1].requires_grad]
+
+    def begin(self, part: int, parts: int) -> None:
+        """Take this rank's slice of the samples."""
+        self._part, self.parts = part, parts
+
+    def look(self) -> None:
+        """Note, before a backward pass, whether it leaves its gradient at this rank."""
+        self._waits = any(not getattr(module, name) for module, name in self._switches)
+
+    def check(self) -> None:
+        """Raise ConfigError, after a micro-batch or before an exchange, for a gradient of this rank alone."""
+        held = any(_holds_own(group) for group in self._sharded)
+        if held or self._waits or any(not getattr(module, name) for module, name in self._switches):
+            raise ConfigError(
+                "a backward pass has left its gradient at one rank of this replica, by no_sync, "
+                "set_requires_gradient_sync(False) or set_requires_all_reduce(False), and the micro-batches "
+                "of a dead replica may follow those of this loop: let every backward pass average over the "
+                "ranks"
+            )
+
+    def compare(self) -> None:
+        """Refuse, at the first contributions, ranks that each train a model of their own.
+
+        All ranks of the replica must call it. Raises ConfigError where no rank with other samples has any
+        parameter as it is here. Parts of sharded models are not compared.
+        """
+        if self._group is None or self.parts == 1 or not self._looks:
+            return
+        self._looks -= 1
+        rows = self._group.gather({"part": self._part, "values": self._values()})
+        others = [rank for rank, row in enumerate(rows) if row["part"] != self._part and row["values"]]
+        own = set(rows[self._group.rank]["values"])
+        if own and others and not any(own & set(rows[rank]["values"]) for rank in others):
+            raise ConfigError(
+                f"rank {self._group.rank} trains a model of its own: rank {others[0]} has other samples and "
+                "other values of every parameter. Wrap the model in DistributedDataParallel or fully_shard "
+                'before attach, give session.loader no mesh=, or say unshared="ignore"'
+            )
+
+    def _values(self) -> list[str]:
+        """Return a digest for each parameter that this step moves; none of a model that is sharded."""
+        is_flat = any(name == "_sync_gradients" for _, name in self._switches)
+        if is_flat or any(p.shape != local_part(p).shape for _, p in self._parameters):
+            return []
+        moved = [x for x in self._parameters if x[1].grad is not None and _sample(x[1].grad).any()]
+        return [xxhash.xxh3_64_hexdigest(name.encode() + _sample(p).tobytes()) for name, p in moved]
+
+
+def _holds_own(group: Any) -> bool:
+    """Whether a group of FSDP2 has gradients of this rank that no backward pass has averaged yet."""
+    if getattr(group, "_partial_reduce_output", None) is not None:
+        return True
+    for part in group.fsdp_params:
+        unsharded = getattr(part, "_unsharded_param", None)
+        gradient = None if unsharded is None else unsharded.grad
+        if gradient is not None or part.unsharded_accumulated_grad is not None:
+            return True
+    return False
+
+
+def _sample(tensor: torch.Tensor) -> Any:
+    """Return some elements of this rank's part as an array of numpy."""
+    flat = local_part(tensor.detach()).reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)].to(device="cpu", dtype=torch.float64).numpy()
 
 
 def _write(row: torch.Tensor, value: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ Int64 = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Value(msgspec.Struct, frozen=True):
-    """What has no identity: equal fields make it equal, and no field changes."""
+    """A value without identity: equal fields make it equal, and no field changes."""
 
 
 class Fence(Value, order=True):
@@ -105,23 +105,20 @@ class RankAddress(Value):
         return self.link.rpartition(":")[0].partition(",")[0]
 
 
-class OfProcess:
-    """The name of one process start of a replica, in several types."""
+class OfProcess(Value):
+    """A value about one process start of a replica."""
 
-    __slots__ = ()
     replica: str
-    incarnation: int
+    incarnation: Int64
 
     @property
     def process(self) -> ReplicaProcess:
         return ReplicaProcess(self.replica, self.incarnation)
 
 
-class Member(Value, OfProcess):
+class Member(OfProcess):
     """One replica's entry in a roster."""
 
-    replica: str
-    incarnation: Int64
     link: str  # ``host:port`` at which peers dial the member's rank 0
     ckpt: str  # base URL of the checkpoint server of the member's rank 0
     joining: bool = False  # whether this member has not yet taken part in a round
@@ -202,11 +199,9 @@ class JobEnd(Value):
     incarnation: Int64  # incarnation of the process that reported the end; no other job of this name has it
 
 
-class GoneHost(Value, OfProcess):
+class GoneHost(OfProcess):
     """A process whose host will never return, as an operator says."""
 
-    replica: str
-    incarnation: Int64
     why: str
 
 
@@ -222,11 +217,9 @@ class OperatorOverrides(Value):
     gone: tuple[GoneHost, ...] = ()  # of the roster's processes; a process that is heard again ends its entry
 
 
-class MemberSpeed(Value, OfProcess):
+class MemberSpeed(OfProcess):
     """One process whose share follows its measured speed."""
 
-    replica: str
-    incarnation: Int64
     speed: Int64  # thousandths of a healthy member's speed, 1 to 1000
     asked: Int64 = 1  # the share that the process asked for
 
@@ -242,11 +235,9 @@ class LaunchedLayouts(Value):
 NOT_LAUNCHED = LaunchedLayouts()
 
 
-class LayoutChange(Value, OfProcess):
-    """A leader has ordered a replica to come back in another layout."""
+class LayoutChange(OfProcess):
+    """A leader has ordered this process of a replica to come back in another layout."""
 
-    replica: str
-    incarnation: Int64  # the process that got the order
     layout: str  # the ordered layout; the usual one where the order is to come back in it
     usual: str  # the layout before, which the replica gets back
     at: float  # Unix seconds

@@ -2,7 +2,6 @@
 
 import re
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -91,7 +90,7 @@ def test_a_dead_link_is_noticed(target, fault, monkeypatch, tmp_path):
 def variables() -> dict[str, object]:
     """Variable -> default, as the settings have it."""
     defaults = Settings()
-    return {f"FABRIC_{f.name.upper()}": getattr(defaults, f.name) for f in fields(Settings)}
+    return {f"FABRIC_{name.upper()}": getattr(defaults, name) for name in Settings.__struct_fields__}
 
 
 def rows(page: str, heading: str) -> list[list[str]]:

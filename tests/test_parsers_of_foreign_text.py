@@ -40,7 +40,7 @@ from fabric.protocol.messages.wire import decode_line, decode_value
 from fabric.protocol.nodes import NodeOrder
 from fabric.runtime import config
 from fabric.runtime.drill_orders import PointOrder, read_order
-from fabric.runtime.http.http_service import parse_ports
+from fabric.runtime.http import parse_ports
 from fabric.runtime.rank_layout import parse_layout, parse_order
 from fabric.transport.greeting import CHALLENGE_BYTES, Greeting, _proof, read_hello
 from fabric.transport.link import FrameParser

@@ -21,9 +21,9 @@ from fabric.collectives.recording import MAX_BYTES, Process, Recording, parse_re
 from fabric.collectives.report import CollectiveReport, explain
 from fabric.errors import ConfigError, Unreachable
 from fabric.lighthouse.diagnosis.rank_probe import main_thread
-from fabric.runtime.http.http_service import read_token
 from fabric.runtime.http.lighthouse_client import describe, read_bounded, understood
 from fabric.runtime.http.tls import Tls
+from fabric.runtime.http.token_file import read_token
 
 # The rank is the last number in the file's name: ``nccl_trace_rank_3``, ``rank3.json``, ``rank3.torch.json``.
 _RANK = re.compile(r"(\d{1,6})(?:\.[A-Za-z]\w*)*$", re.ASCII)

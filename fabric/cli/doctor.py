@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import quote
@@ -23,7 +22,7 @@ from fabric import command_of_another
 from fabric.ckpt_server.durable.storage import ANSWER_S, Storage, StorageCall, StorageError
 from fabric.cli.lighthouse_options import store_access, store_options
 from fabric.errors import ConfigError, FabricError, ProtocolError
-from fabric.model import printable
+from fabric.model import Value, printable
 from fabric.runtime.config import (
     Settings,
     advertised_hosts,
@@ -31,7 +30,8 @@ from fabric.runtime.config import (
     refuse_unknown_variables,
     settings,
 )
-from fabric.runtime.http.http_service import bind_first_free, parse_ports
+from fabric.runtime.http import parse_ports
+from fabric.runtime.http.http_service import bind_first_free
 from fabric.runtime.http.lighthouse_client import describe, permanent_cause, understood
 from fabric.runtime.system_calls import (
     NetworkInterface,
@@ -51,8 +51,7 @@ _CLOCK_S = 5.0
 _STATE_COPIES = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Value):
     """``level``: ok, warn (works, but should be checked) or bad (does not work). ``do``: the remedy."""
 
     level: str

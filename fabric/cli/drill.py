@@ -43,7 +43,7 @@ from fabric.drill.schedule.fault_table import FAULTS, FaultNeed, obstacle
 from fabric.errors import ConfigError, Refused
 from fabric.model import printable
 from fabric.runtime.drill_orders import order_key
-from fabric.runtime.http.http_service import read_token
+from fabric.runtime.http.token_file import read_token
 from fabric.runtime.local_job import MAX_REPLICAS, SUPERVISOR_FILE, claimed, interrupt_at_sigterm
 from fabric.runtime.process_environment import other_environment, process_environment
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import click
-from msgspec import to_builtins
-from msgspec.structs import replace
+from msgspec import structs, to_builtins
 from rich.progress import Progress
 
 from fabric.cli.lighthouse_options import json_option, lighthouse_only_options, lighthouses_of
@@ -132,7 +131,7 @@ def _cluster(
         values.setdefault("mtbf_s", trace.mtbf_s)
         values.setdefault("repair_median_s", trace.median_repair_s)
     if name:
-        return replace(preset(name), **values), failures
+        return structs.replace(preset(name), **values), failures
     if missing := [name for name in _NEEDED if name not in values]:
         raise ValueError(f"{', '.join(missing)} is missing: describe the cluster, or name a preset")
     return Cluster(**values, source=source), failures

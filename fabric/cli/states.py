@@ -25,8 +25,8 @@ from fabric.cli.lighthouse_options import current_tls, json_option, lighthouse_o
 from fabric.cli.terminal_text import plain_console, print_table
 from fabric.errors import ConfigError, IntegrityError, ProtocolError, StateError, Unreachable
 from fabric.lighthouse.connections.validation import check_name
-from fabric.runtime.http.http_service import read_token
 from fabric.runtime.http.lighthouse_client import understood
+from fabric.runtime.http.token_file import read_token
 
 # Finds a state by the name of a replica, or by the value of ``FABRIC_DURABLE``.
 

@@ -66,7 +66,7 @@ from fabric.protocol.rules.layout_text import layout_text, read_layout
 from fabric.runtime import config, logs
 from fabric.runtime.config import Settings, advertised_host, armed_points
 from fabric.runtime.failpoints import Failpoints
-from fabric.runtime.http.http_service import parse_ports
+from fabric.runtime.http import parse_ports
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.process_environment import is_restarted
 from fabric.runtime.rank_layout import parse_layout

@@ -37,7 +37,8 @@ from fabric.lighthouse.telemetry import LighthouseMetrics, Traces
 from fabric.model import Value
 from fabric.protocol.leader.core import LeaderConfig
 from fabric.runtime.config import supervisor
-from fabric.runtime.http.http_service import check_exposure, serve, url_host
+from fabric.runtime.http import url_host
+from fabric.runtime.http.http_service import check_exposure, serve
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.tasks import Tasks

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from msgspec import field
 from msgspec.structs import replace
 
 from fabric.errors import ConfigError
 from fabric.model import Value
 from fabric.protocol.rules.adaptive_timeout import problem
 from fabric.runtime.guarded_processes import MARK
-from fabric.runtime.http.http_service import parse_ports, read_token
+from fabric.runtime.http import parse_ports
 from fabric.runtime.http.tls import Tls
+from fabric.runtime.http.token_file import read_token
 from fabric.runtime.logs import FORMATS
 from fabric.runtime.private_folder import rank_folder
 from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS
@@ -148,7 +148,7 @@ class Settings(Value):
     lighthouse: tuple[str, ...] = ()  # base URLs of all lighthouses
     token_file: Path | None = None  # file with the job's token
     # Folder with this process's certificate, its key, and the authority that it believes.
-    tls: Tls = field(default_factory=Tls)
+    tls: Tls = Tls()
     bind: str = "127.0.0.1"  # address to listen on; also with ports, as in "0.0.0.0:29500-29510"
     advertise: str = ""  # host names or addresses that peers dial; empty: the address in ``bind``
     run_dir: Path | None = None  # folder of this replica's sockets, logs and lock on this host

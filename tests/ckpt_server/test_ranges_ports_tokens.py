@@ -29,18 +29,18 @@ from fabric.errors import (
     StoreIndefinite,
     Unauthorized,
 )
+from fabric.runtime.http import parse_ports
 from fabric.runtime.http.http_service import (
     bearer_required,
     bind_first_free,
     check_bearer,
     check_exposure,
     errors_as_json,
-    parse_ports,
     query_integer,
-    read_token,
     serve,
     status_of,
 )
+from fabric.runtime.http.token_file import read_token
 
 
 @given(st.integers(0, 50), st.integers(0, 60), st.integers(0, 60))

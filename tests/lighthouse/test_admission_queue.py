@@ -20,7 +20,7 @@ from fabric.lighthouse.connections.connection import MOST_WAITING, AdmissionQueu
 from fabric.lighthouse.jobs.job_history import TermContext
 from fabric.protocol.messages import network as m
 from fabric.runtime.config import Settings
-from fabric.runtime.http.http_service import come_back_s
+from fabric.runtime.http.lighthouse_client import come_back_s
 from fabric.store import open_store
 
 

@@ -95,7 +95,7 @@ def test_without_a_token_file_no_token_is_needed():
 # Each place that reads a token once, and why a replaced token reaches its process all the same.
 READ_ONCE = {
     "runtime/config.py": "it gives the token to the others",
-    "runtime/http/http_service.py": "it gives the token to the others",
+    "runtime/http/token_file.py": "it gives the token to the others",
     "client/loop/start.py": "a rank dials rank 0 once",
     "client/state/durable_policy.py": "one question, at the start",
     "integrations/loggers.py": "it reads the file before each question",

@@ -29,7 +29,8 @@ from fabric.ckpt_server.server.unix_sockets import LocalReadServer, TrainerChann
 from fabric.ckpt_server.wire.channel_protocol import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, Refused
-from fabric.runtime.http.http_service import check_exposure, serve, url_host
+from fabric.runtime.http import url_host
+from fabric.runtime.http.http_service import check_exposure, serve
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.private_folder import make_private, open_private, socket_path
 

@@ -29,8 +29,7 @@ from fabric.protocol.messages.network import (
     TrainerStatus,
 )
 from fabric.protocol.messages.wire import decode, encode
-from fabric.runtime.http.http_service import come_back_s
-from fabric.runtime.http.lighthouse_client import LighthouseDialer
+from fabric.runtime.http.lighthouse_client import LighthouseDialer, come_back_s
 from fabric.runtime.http.token_file import TokenFile
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec import to_builtins
@@ -41,7 +40,7 @@ from fabric.ckpt_server.wire.channel_protocol import (
     local_socket_name,
 )
 from fabric.errors import FabricError, Gone, ProtocolError, Refused
-from fabric.model import Int64, JobEnd
+from fabric.model import Int64, JobEnd, Value
 from fabric.protocol.messages.wire import decode_as, decode_line
 from fabric.runtime.http.http_service import check_bearer
 from fabric.runtime.http.token_file import TokenFile
@@ -58,8 +57,7 @@ _RECEIVE_BYTES = 256 * 1024
 _LOOK_AGAIN_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(Value):
     """A line ``body``, with the descriptor ``fd`` (-1: none)."""
 
     body: Mapping[str, object]
@@ -156,8 +154,7 @@ STALL_S = 60.0
 _MOST_READERS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
+class ReadRequest(Value):
     """A reader's request. ``digest``: the file's digest, from its manifest."""
 
     generation: Int64
@@ -239,8 +236,7 @@ _OPERATIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AttachRequest:
+class AttachRequest(Value):
     pid: Int64
     incarnation: Int64
     replica: str
@@ -249,27 +245,23 @@ class AttachRequest:
     launch_mark: str = ""  # of the launcher that started the trainer; empty: none
 
 
-@dataclass(frozen=True, slots=True)
-class AllocateRequest:
+class AllocateRequest(Value):
     kind: str
     slot: Int64
     nbytes: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class BeginRequest:
+class BeginRequest(Value):
     kind: str
     slot: Int64
     unless_read: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PublishSnapshotRequest:
+class PublishSnapshotRequest(Value):
     slot: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class FinishRequest:
+class FinishRequest(Value):
     linger_s: float = 5.0
     ended: JobEnd | None = None
 

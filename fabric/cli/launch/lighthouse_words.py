@@ -7,7 +7,6 @@ no signal, no restart and no output.
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import logging
 import os
 import socket
@@ -15,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Coroutine, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
@@ -27,7 +25,7 @@ from fabric.cli.launch.attempt import Place
 from fabric.cli.launch.devices import device_kind
 from fabric.cli.launch.restart_policy import AttemptEnd
 from fabric.errors import FabricError, Unreachable
-from fabric.model import counted, printable, shortened
+from fabric.model import Value, counted, printable, shortened
 from fabric.protocol.messages.wire import decode_value
 from fabric.protocol.nodes import NodeEnd, NodeOrder, NodeSays
 from fabric.runtime.config import advertised_host, settings
@@ -99,8 +97,7 @@ class WordsThread:
         os.eventfd_write(self.descriptor, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptReport:
+class AttemptReport(Value):
     """How an attempt ended, so that people see replicas that never attach."""
 
     attempt: int
@@ -122,7 +119,7 @@ class Reporter:
         """Begin to report the end of an attempt; return what is done when it has arrived."""
         if self._sending is not None:
             self._sending.cancel()
-        body = asdict(dataclasses.replace(report, why=shortened(report.why, _LONGEST)))
+        body = to_builtins(replace(report, why=shortened(report.why, _LONGEST)))
         self._sending = self._thread.start(self._send(body))
         return self._sending
 

@@ -20,8 +20,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.network import HeartbeatAck, LeaderMessage, MemberMessage
 from fabric.runtime.config import Settings
-from fabric.runtime.http.http_service import come_back_s
-from fabric.runtime.http.lighthouse_client import LighthouseDialer, describe, permanent_cause
+from fabric.runtime.http.lighthouse_client import LighthouseDialer, come_back_s, describe, permanent_cause
 from fabric.runtime.http.token_file import TokenFile
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from fabric.model import Member, Record
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import wire
 from fabric.protocol.messages.network import LARGE_BYTES, CommitVote, Contribution, Finished, PeerMessage
-from fabric.runtime.http.http_service import parse_ports
+from fabric.runtime.http import parse_ports
 from fabric.runtime.http.token_file import TokenFile
 from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link

@@ -6,7 +6,6 @@ follow it.
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -16,20 +15,19 @@ from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.rank_engines import FollowerEngine, HeadEngine
 from fabric.client.process.last_notes import find_job_end
 from fabric.errors import ConfigError
-from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sharing, SnapshotRef
+from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sharing, SnapshotRef, Value
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
 from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest, voices_of
 from fabric.protocol.rules.own_memory import replay_steps
 from fabric.runtime.config import advertised_hosts, layout_orders
-from fabric.runtime.http.http_service import url_host
+from fabric.runtime.http import url_host
 from fabric.runtime.rank_layout import read_offer
 from fabric.runtime.system_calls import seconds_since_boot
 from fabric.transport.greeting import Greeting
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingSetup:
+class TrainingSetup(Value):
     """The loop's values that other members must know, or must have too."""
 
     plan: DataPlan  # the data of the first steps

@@ -27,7 +27,7 @@ from fabric.errors import ConfigError
 from fabric.lighthouse.diagnosis.verdict import RankProbe
 from fabric.model import Value
 from fabric.protocol.messages.network import OpenSession
-from fabric.runtime.http.connection_limit import parse_address
+from fabric.runtime.http import parse_address
 from fabric.runtime.http.lighthouse_client import read_bounded
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import is_same

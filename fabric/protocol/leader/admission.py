@@ -184,7 +184,7 @@ class Admission(Struct, eq=False):
     def refuse_unlike(self, session: m.OpenSession) -> None:
         """Refuse each process that spoke before this one, counts less, and has other settings."""
         record, peers = self.state.record, self.state.liveness.peers
-        own = standing(ReplicaProcess(session.replica, session.incarnation), record)
+        own = standing(session.process, record)
         for name in [x for how in Standing if how < own for x in self.below.get(how, ())]:
             peer = peers.get(name)
             if peer is None or not peer.connected or standing(peer.process, record) >= own:
@@ -295,7 +295,7 @@ def unlike(session: m.OpenSession, liveness: Liveness, record: Record | None) ->
     The norm is a member of the record, else another process of a replica that the record names, else the
     replica that spoke first. A member is not refused for the settings of a process that counts less.
     """
-    own = standing(ReplicaProcess(session.replica, session.incarnation), record)
+    own = standing(session.process, record)
     for other in liveness.peers.values():
         # Compare only connected replicas: all replicas of a job may come back with new settings.
         if other.session.replica == session.replica or not other.connected:

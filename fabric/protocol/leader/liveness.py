@@ -442,7 +442,7 @@ class Liveness(Struct):
 
     def _disprove_end(self, status: TrainerStatus) -> None:
         if self.proven_ends and status.trainer == "running" and not status.rank:
-            self.proven_ends.pop(ReplicaProcess(status.replica, status.incarnation), None)
+            self.proven_ends.pop(status.process, None)
 
     def ranks_of(self, replica: str, member: Member | None) -> int:
         """Return how many ranks of this replica its session or its roster entry names; 0 without them."""

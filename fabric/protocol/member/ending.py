@@ -51,7 +51,7 @@ class Ending(Struct, eq=False):
         if message.why and self._session.contact.finished:
             why = f"{event.replica} had steps left when this loop ended, and the job ended with it"
             self._epochs.journal("loops differ", why, event.replica)
-        heard[ReplicaProcess(event.replica, event.incarnation)] = (message.fence.generation, message.step)
+        heard[event.process] = (message.fence.generation, message.step)
         if len(heard) > MOST_HEARD:
             listed = {key: at for key, at in heard.items() if newest is not None and newest.lists(*key)}
             self.finished_peers = listed

@@ -5,7 +5,6 @@ import math
 from msgspec import Struct
 from msgspec.structs import replace
 
-from fabric.model import ReplicaProcess
 from fabric.protocol.member.ending import Ending
 from fabric.protocol.member.rounds import Rounds
 from fabric.protocol.member.session import LighthouseSession
@@ -59,7 +58,7 @@ class LinkWatch(Struct, eq=False):
         )
 
     def on_link_lost(self, event: io.LinkLost) -> None:
-        if self._ending.has_said_all(ReplicaProcess(event.replica, event.incarnation)):
+        if self._ending.has_said_all(event.process):
             return  # rule 5: the other member leaves, and no round needs it any more
         records = (x for x in (self._epochs.current, self._epochs.newest) if x is not None)
         listed = [x.epoch for x in records if x.lists(event.replica, event.incarnation)]

@@ -1,6 +1,6 @@
 """Events (past tense) and effects (imperative) of a leader core, for one job."""
 
-from fabric.model import MemberSpeed, Policy, Record, ReplicaProcess, Value
+from fabric.model import MemberSpeed, OfProcess, Policy, Record, ReplicaProcess, Value
 from fabric.protocol.messages.network import LeaderMessage, MemberMessage, OpenSession, TrainerStatus
 
 # --- events -----------------------------------------------------------------------------------------
@@ -21,14 +21,11 @@ class SessionOpened(Value):
     policy: Policy | None = None  # what this replica asks for; None: nothing
 
 
-class SessionClosed(Value):
-    replica: str
-    incarnation: int
+class SessionClosed(OfProcess):
+    """The session of this process ended."""
 
 
-class FromMember(Value):
-    replica: str
-    incarnation: int
+class FromMember(OfProcess):
     message: MemberMessage
 
 
@@ -152,9 +149,7 @@ Event = (
 # --- effects ----------------------------------------------------------------------------------------
 
 
-class SendMember(Value):
-    replica: str
-    incarnation: int
+class SendMember(OfProcess):
     message: LeaderMessage
 
 

@@ -4,7 +4,19 @@ The shell performs effects in order. Sends are ordered per peer. Each operation 
 snapshot, install) ends in exactly one event, success or failure.
 """
 
-from fabric.model import DataPlan, Fence, Int64, JobEnd, Member, Poison, Record, SnapshotRef, StepTimes, Value
+from fabric.model import (
+    DataPlan,
+    Fence,
+    Int64,
+    JobEnd,
+    Member,
+    OfProcess,
+    Poison,
+    Record,
+    SnapshotRef,
+    StepTimes,
+    Value,
+)
 from fabric.protocol.messages.network import LeaderMessage, MemberMessage, PeerMessage
 
 
@@ -123,11 +135,9 @@ class LinkFailed(Value):
     unreachable: tuple[str, ...] = ()  # members to whose hosts no connection came about
 
 
-class LinkLost(Value):
+class LinkLost(OfProcess):
     """The control link to this process ended."""
 
-    replica: str
-    incarnation: int
     why: str
     silent: bool = False  # the link carried no bytes any more, although neither side had closed it
 
@@ -163,9 +173,7 @@ class ExchangeFailed(Value):
 # --- events: messages -------------------------------------------------------------------------------
 
 
-class FromPeer(Value):
-    replica: str
-    incarnation: int
+class FromPeer(OfProcess):
     message: PeerMessage
 
 
@@ -262,9 +270,7 @@ Event = RankEvent | MessageEvent | LinkLost | Probed | RingWaitsFor | Tick
 # --- effects: messages --------------------------------------------------------------------------------
 
 
-class SendPeer(Value):
-    replica: str
-    incarnation: int
+class SendPeer(OfProcess):
     message: PeerMessage
 
 

@@ -16,6 +16,7 @@ from fabric.model import (
     JobEnd,
     LaunchedLayouts,
     Member,
+    OfProcess,
     Poison,
     RankAddress,
     Record,
@@ -185,11 +186,9 @@ LeaderMessage = (
 # --- member to leader ---------------------------------------------------------------------------
 
 
-class OpenSession(Value):
+class OpenSession(OfProcess):
     """First message of every session: identity, state and addresses of the replica."""
 
-    replica: str
-    incarnation: Int64
     generation: Int64  # generation of the sender's state; 0: the sender holds only its initial state
     step: Int64
     digest: str
@@ -368,11 +367,9 @@ MemberMessage = (
 # --- checkpoint server to leader ------------------------------------------------------------------
 
 
-class TrainerStatus(Value):
+class TrainerStatus(OfProcess):
     """The second source of liveness: the trainer's state by the kernel, and the snapshots in memory."""
 
-    replica: str
-    incarnation: Int64
     trainer: str  # ``running``, ``stopped``, ``gone`` or ``absent`` (none has attached yet)
     number: Int64
     ckpt: str = ""

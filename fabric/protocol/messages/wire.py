@@ -39,9 +39,10 @@ T = TypeVar("T")
 _decoder = cache(msgspec.json.Decoder)
 
 _KINDS: dict[str, type[network.Message]] = {kind.__name__: kind for kind in get_args(network.Message)}
-# The heads that ``encode`` writes. A text that begins with one of them is decoded in one pass.
-_USUAL = {f'{{"kind":"{name}","version":{PROTOCOL_VERSION}': kind for name, kind in _KINDS.items()}
-_USUAL_HEADS: dict[str | bytes, type[network.Message]] = _USUAL | {x.encode(): _USUAL[x] for x in _USUAL}
+_HEADS = {kind: f'{{"kind":"{name}","version":{PROTOCOL_VERSION},'.encode() for name, kind in _KINDS.items()}
+# A text that begins with such a head is decoded in one pass.
+_USUAL_HEADS: dict[str | bytes, type[network.Message]] = {head[:-1]: kind for kind, head in _HEADS.items()}
+_USUAL_HEADS |= {head[:-1].decode(): kind for kind, head in _HEADS.items()}
 
 
 class MessageHead(msgspec.Struct):
@@ -56,11 +57,7 @@ class _SessionHead(msgspec.Struct):
 
 
 def encode(message: network.Message) -> bytes:
-    return b'{"kind":"%b","version":%d,%b' % (
-        type(message).__name__.encode(),
-        PROTOCOL_VERSION,
-        encode_value(message)[1:],
-    )
+    return _HEADS[type(message)] + encode_value(message)[1:]
 
 
 def packed(data: bytes) -> bytes:

@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from fabric.model import Value
+from fabric.runtime.http import parse_address
 
 log = logging.getLogger(__name__)
 
@@ -316,22 +317,6 @@ def share_of(address: str) -> str:
     if isinstance(parsed, ipaddress.IPv6Address):
         return str(ipaddress.IPv6Network((int(parsed) >> 64 << 64, 64)))
     return address if parsed is None else str(parsed)
-
-
-def parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the IP address in ``text``, without its zone; None for a name. An IPv4 address that an IPv6
-    address contains counts as the former."""
-    try:
-        address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this name or address leads to this host itself, wherever it is resolved."""
-    address = parse_address(host)
-    return address.is_loopback if address is not None else host == "localhost" or host.endswith(".localhost")
 
 
 def _end(accepted: socket.socket) -> None:

@@ -14,7 +14,6 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -32,14 +31,14 @@ from fabric.errors import (
     StoreIndefinite,
     Unauthorized,
 )
+from fabric.runtime.http import is_loopback, parse_ports
 from fabric.runtime.http.connection_limit import (
     Acceptor,
     ConnectionLimit,
     ConnectionSlot,
     SlottedProtocol,
-    is_loopback,
 )
-from fabric.runtime.http.token_file import TokenFile, read_tokens
+from fabric.runtime.http.token_file import TokenFile
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,6 @@ STALL_S = 60.0
 _STALL_BYTES = 4 << 20
 # Seconds for which the service still reads a refused body, so that the sender gets the answer, not a reset.
 _LINGER_S = 1.0
-_MOST_AWAY_S = 60.0
 # Thousands of members reconnect at once after a fail-over. The kernel lowers a large backlog to its limit.
 _BACKLOG = 4096
 
@@ -105,11 +103,6 @@ class NoBytesOfRequests(logging.Filter):
 
 _requests_log = logging.getLogger(f"{__name__}.requests")
 _requests_log.addFilter(NoBytesOfRequests())
-
-
-def read_token(path: Path) -> str:
-    """Read the token that this process sends from the file at ``path``. Raises ConfigError."""
-    return read_tokens(path)[0]
 
 
 def json_error(
@@ -265,29 +258,6 @@ def query_seconds(request: web.Request, name: str, *, most: float) -> float:
     if not 0 <= value <= most:
         raise ProtocolError(f"the query parameter {name} must be a number of seconds from 0 to {most:g}")
     return value
-
-
-def come_back_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds that a 429 answer tells the client to wait, within bounds."""
-    text = headers.get("Retry-After", "")
-    return min(float(text), _MOST_AWAY_S) if text.isascii() and text.isdecimal() and len(text) < 9 else 1.0
-
-
-def url_host(bind: str) -> str:
-    """Return the host of a URL for an address to listen on; the name of this host for all addresses."""
-    host = socket.gethostname() if bind in ("", "0.0.0.0", "::") else bind
-    return f"[{host}]" if ":" in host else host
-
-
-def parse_ports(text: str) -> range:
-    """Return the ports that "8000", "8000-8010" or "0" (any free one) name. Raises ConfigError."""
-    first, dash, last = text.strip().partition("-")
-    bounds = (first, last if dash else first)
-    if all(b.isascii() and b.isdecimal() and len(b) <= 5 for b in bounds):
-        low, high = int(bounds[0]), int(bounds[1])
-        if 0 <= low <= high <= 65535 and (low > 0 or high == 0):
-            return range(low, high + 1)
-    raise ConfigError(f'the port "{text[:40]}" cannot be used: give a port, a range such as 8000-8010, or 0')
 
 
 def check_exposure(host: str, token: str | None) -> None:

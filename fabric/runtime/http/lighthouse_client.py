@@ -5,27 +5,25 @@ import json
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
-from msgspec import field
 from yarl import URL
 
 from fabric.errors import FabricError, ProtocolError, Refused, Unauthorized, Unreachable
 from fabric.model import Value
 from fabric.runtime.drill_orders import signed_request
-from fabric.runtime.http.connection_limit import parse_address
+from fabric.runtime.http import parse_address
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.logs import printable
 
+_MOST_AWAY_S = 60.0  # the longest for which an answer may keep a client away
 # The reasons of a failed HTTP request, and the settings to change where TLS is the cause.
-
-
 _HUNG_UP = re.compile("Server disconnected|Remote end closed connection without response")
 _RENEWED = "each process reads its renewed files without a restart"
 _UNBELIEVED = re.compile(r"certificate verify failed: (.*?)\.? \(_ssl")
@@ -252,7 +250,7 @@ class Lighthouses(Value):
     urls: tuple[str, ...]
     job: str  # the job that the request asks about, empty for all jobs
     token: TokenFile | str  # the job's token, empty for none; a file is read again when it changes
-    tls: Tls = field(default_factory=Tls)
+    tls: Tls = Tls()
     signs: bool = False  # each request proves the token, and does not show it
 
     def path(self, *rest: str) -> str:
@@ -352,3 +350,9 @@ def _why(error: Exception, url: str, tls: Tls) -> str:
     if isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError | ssl.SSLError):
         return "what answers there is not a lighthouse"
     return describe(error, url, tls)
+
+
+def come_back_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds that a 429 answer tells the client to wait, within bounds."""
+    text = headers.get("Retry-After", "")
+    return min(float(text), _MOST_AWAY_S) if text.isascii() and text.isdecimal() and len(text) < 9 else 1.0

@@ -48,6 +48,11 @@ def read_tokens(path: Path) -> tuple[str, ...]:
     return tuple(line.decode() for line in lines)
 
 
+def read_token(path: Path) -> str:
+    """Read the token that this process sends from the file at ``path``. Raises ConfigError."""
+    return read_tokens(path)[0]
+
+
 def is_same(given: str, token: str) -> bool:
     """Whether ``given`` equals ``token``; the comparison takes the same time for every guess."""
     # Bytes outside of UTF-8 come as lone surrogates; refuse such bytes instead of raising an error.

@@ -332,9 +332,10 @@ class Outgoing(PieceSender):
         self._copies: deque[CudaEvent] = deque()
         self._begun = self._ready = 0
         self.connections: Connections | None = None
+        self._message = b""
         if links.offers:
-            offer = links.make_offer(space.device, space.chunk_bytes * space.slots)
-            self._under_way = [memoryview(offer)]
+            self._message = links.make_offer(space.device, space.chunk_bytes * space.slots)
+            self._left = len(self._message)
 
     @property
     def _freed(self) -> int:
@@ -342,7 +343,7 @@ class Outgoing(PieceSender):
 
     @property
     def done(self) -> bool:
-        return self._freed == len(self._pieces) and not self._under_way
+        return self._freed == len(self._pieces) and not self._left
 
     @property
     def copying(self) -> bool:
@@ -394,7 +395,7 @@ class Outgoing(PieceSender):
         return self._ready
 
     def pump(self, free: int) -> bool:
-        if self._under_way or self._links.accepted is not False:
+        if self._left or self._links.accepted is not False:
             return super().pump(free)  # the offer, or a header
         if self.connections is None:
             self.connections = self._connect()
@@ -403,11 +404,12 @@ class Outgoing(PieceSender):
         return self._index > before
 
     def send(self) -> int:
-        return self._sock.sendmsg(self._under_way)
+        return self._sock.send(self._message[-self._left :])
 
-    def frame(self, piece: RingPiece) -> list[memoryview]:
+    def frame(self, piece: RingPiece) -> int:
         position = self._links.ring.position
-        return [memoryview(pack(self._task.header(piece, position, self._task.size(piece))))]
+        self._message = pack(self._task.header(piece, position, self._task.size(piece)))
+        return len(self._message)
 
     def _connect(self) -> Connections:
         task, links, space = self._task, self._links, self._space

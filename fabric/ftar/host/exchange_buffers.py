@@ -96,7 +96,8 @@ class Operands:
 
     def nbytes(self, piece: RingPiece) -> int:
         """Return the bytes of ``piece`` while it travels."""
-        return (piece.stop - piece.start) * self.wire_dtype(piece).itemsize
+        dtype = torch.float32 if self.widens and self.is_wide(piece) else self.source.dtype
+        return (piece.stop - piece.start) * dtype.itemsize
 
     def form_of(self, piece: RingPiece) -> int:
         """Return the form in which ``piece`` travels over a link of bytes; 0: as it is."""
@@ -104,7 +105,7 @@ class Operands:
 
     def carried(self, piece: RingPiece) -> int:
         """Return the bytes of ``piece`` on a link of bytes."""
-        form = self.form_of(piece)
+        form = self.form and self.form_of(piece)
         return coded_bytes(form, piece.stop - piece.start) if form else self.nbytes(piece)
 
     def coded(self, piece: RingPiece) -> memoryview | None:

@@ -216,11 +216,13 @@ class ReferenceSender(PieceSender):
         self._outbox = outbox
         self._inbox = inbox
         self._descriptors: list[int] = []
+        self._message = b""
 
     def send(self) -> int:
+        rest = self._message[-self._left :]
         if not self._descriptors:
-            return self._outbox.sock.sendmsg(self._under_way)
-        sent = socket.send_fds(self._outbox.sock, self._under_way, self._descriptors)
+            return self._outbox.sock.send(rest)
+        sent = socket.send_fds(self._outbox.sock, [rest], self._descriptors)
         self.close()
         return sent
 
@@ -229,7 +231,7 @@ class ReferenceSender(PieceSender):
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def frame(self, piece: RingPiece) -> list[memoryview]:
+    def frame(self, piece: RingPiece) -> int:
         header = self._header(piece)
         refs = self._operands.borrowed.pop((piece.start, piece.gather), [])
         announced = b""
@@ -249,7 +251,8 @@ class ReferenceSender(PieceSender):
             refs = [*refs, SegmentRef(header.source, wide, segment.number, offset)]
             announced += self._announce(header, header.source, _GUARD, self._outbox.guard)
             announced += self._announce(header, header.source, segment.number, segment)
-        return [memoryview(announced + _message(header, refs))]
+        self._message = announced + _message(header, refs)
+        return len(self._message)
 
     def _announce(self, header: ChunkHeader, owner: int, number: int, segment: SharedSegment | None) -> bytes:
         if (owner, number) in self._outbox.announced:

@@ -13,7 +13,7 @@ no byte of progress arrives for ``exchange_s``.
 import select
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from fabric.errors import Mismatch, ProtocolError, RoundAborted
 from fabric.ftar.epochs import Bounds, EpochLinks, Waiting, lost
@@ -63,21 +63,25 @@ class PieceSender:
         raise NotImplementedError
 
 
-class PieceReceiver(Protocol):
+class PieceReceiver:
     """Takes pieces off the link from the previous member, in order."""
 
-    completed: int  # pieces that are in their place
-    everybody: bool  # whether all members have entered the exchange
+    def __init__(self, pieces: Sequence[RingPiece]) -> None:
+        self._pieces = pieces
+        self.completed = 0  # pieces that are in their place
+        self.everybody = False  # whether all members have entered the exchange
 
     @property
     def done(self) -> bool:
         """Whether all pieces have come."""
+        return self.completed == len(self._pieces)
 
     def pump(self) -> tuple[bool, bool]:
         """Receive once; return whether bytes came, and whether they count as progress of this round.
 
         Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used, RoundAborted.
         """
+        raise NotImplementedError
 
 
 Links = TypeVar("Links", bound=EpochLinks)

@@ -46,7 +46,7 @@ from fabric.ftar.device.cuda import CudaDevice, CudaEvent, SharedMemoryHandle
 from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, Waiting, is_shared, lost, received
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
-from fabric.ftar.ring_exchange import PieceSender, RingExchange
+from fabric.ftar.ring_exchange import PieceReceiver, PieceSender, RingExchange
 from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece, Schedule, schedule
 
 # The resources of an exchange on a device: side streams, chunk-sized slots, the arithmetic of a piece.
@@ -158,8 +158,8 @@ class ReductionTask:
         size: int,
     ) -> ChunkHeader:
         """Return the header of a part of piece ``number``, where each connection carries one."""
-        whole = self.header(pieces[number], source, size)
-        return msgspec.structs.replace(whole, sequence=number * connections + connection)
+        header = self.header(pieces[number], source, size)
+        return msgspec.structs.replace(header, sequence=number * connections + connection)
 
     def accumulate(self, piece: RingPiece, received: torch.Tensor, total: torch.Tensor) -> None:
         """``total = received (+) own``, finished into the result where ``piece`` is the last of its sum."""
@@ -430,15 +430,16 @@ class Arrival:
     slot: int | None
 
 
-class Incoming:
+class Incoming(PieceReceiver):
     """Pieces from the previous member: verified, brought to the device, accumulated there."""
 
     def __init__(
         self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: Sequence[RingPiece]
     ) -> None:
         assert links.previous is not None
+        super().__init__(pieces)
         self._sock = links.previous
-        self._task, self._links, self._space, self._pieces = task, links, space, pieces
+        self._task, self._links, self._space = task, links, space
         self._source = (links.ring.position - 1) % links.ring.world
         self._uses: deque[CudaEvent] = deque()
         self._head = bytearray(OFFER_HEAD_BYTES if links.expects_offer else HEADER_BYTES)
@@ -447,12 +448,10 @@ class Incoming:
         self._filled = 0
         self.connections: Connections | None = None
         self.arrived: dict[int, Arrival] = {}
-        self.completed = 0
-        self.everybody = False
 
     @property
     def done(self) -> bool:
-        return self.completed == len(self._pieces) and not self._uses
+        return super().done and not self._uses
 
     @property
     def receiving(self) -> bool:

@@ -88,16 +88,14 @@ class Operands:
 
     def bytes_of(self, memory: torch.Tensor, piece: RingPiece) -> memoryview:
         """Return the bytes of ``piece`` in ``memory``, one of these operands."""
-        whole = self._bytes.get(id(memory))
-        if whole is None:
-            whole = self._bytes[id(memory)] = raw(memory)
+        if id(memory) not in self._bytes:
+            self._bytes[id(memory)] = raw(memory)
         item = memory.element_size()
-        return whole[piece.start * item : piece.stop * item]
+        return self._bytes[id(memory)][piece.start * item : piece.stop * item]
 
     def nbytes(self, piece: RingPiece) -> int:
         """Return the bytes of ``piece`` while it travels."""
-        dtype = torch.float32 if self.widens and self.is_wide(piece) else self.source.dtype
-        return (piece.stop - piece.start) * dtype.itemsize
+        return (piece.stop - piece.start) * self.wire_dtype(piece).itemsize
 
     def form_of(self, piece: RingPiece) -> int:
         """Return the form in which ``piece`` travels over a link of bytes; 0: as it is."""

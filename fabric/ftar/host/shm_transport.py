@@ -51,7 +51,7 @@ from fabric.ftar.host.shm_segments import (
     unpack_segment_refs,
 )
 from fabric.ftar.plane import Ring
-from fabric.ftar.ring_exchange import PieceSender
+from fabric.ftar.ring_exchange import PieceReceiver, PieceSender
 from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece
 
 SUPPORTED = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
@@ -268,7 +268,7 @@ class ReferenceSender(PieceSender):
         return _message(about, [SegmentRef(owner, 0, number, nbytes)])
 
 
-class ReferenceReceiver:
+class ReferenceReceiver(PieceReceiver):
     """Takes references to pieces from the previous member, and reads the pieces that end here.
 
     If the next link shares memory too (``outbox``), references are passed on before the piece is read.
@@ -282,27 +282,17 @@ class ReferenceReceiver:
         pieces: Sequence[RingPiece],
         expect: Callable[[RingPiece], ChunkHeader],
     ) -> None:
+        super().__init__(pieces)
         self._inbox = inbox
         self._lends = outbox is not None
         self._operands = operands
-        self._pieces = pieces
         self._expect = expect
         self._arrived: list[_Arrival] = []
-        self.completed = 0
         self.passable = 0
-        self.everybody = False
         self.all_by_reference = False
 
-    @property
-    def done(self) -> bool:
-        return self.completed == len(self._pieces)
-
     def pump(self) -> tuple[bool, bool]:
-        """Take or use one piece; return whether bytes came, and whether they count as progress (this round).
-
-        Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used, RoundAborted
-        if the owner of memory that was read has aborted.
-        """
+        """Take or use one piece; raises RoundAborted too where the owner of memory that was read has aborted."""
         if self.done:
             return False, False
         moved = counted = False

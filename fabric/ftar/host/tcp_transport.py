@@ -12,11 +12,11 @@ from fabric.errors import Mismatch, ProtocolError
 from fabric.ftar.chunk_headers import FOLLOWS, HEADER_BYTES, ChunkHeader, check_expected, pack, unpack
 from fabric.ftar.host.exchange_buffers import Operands
 from fabric.ftar.host.piece_moves import DIGEST_BYTES, Inlet, Outlet
-from fabric.ftar.ring_exchange import PieceSender
+from fabric.ftar.ring_exchange import PieceReceiver, PieceSender
 from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
 
 
-class ByteReceiver:
+class ByteReceiver(PieceReceiver):
     """Takes pieces off the link from the previous member: verifies, then adds or keeps them.
 
     ``most`` bounds the bytes of a payload. ``scratch`` holds one block of a piece that is to be added, or
@@ -32,9 +32,9 @@ class ByteReceiver:
         scratch: memoryview,
         most: int,
     ) -> None:
+        super().__init__(pieces)
         self._sock = sock
         self._operands = operands
-        self._pieces = pieces
         self._expect = expect
         self._most = most
         how = operands.reduction
@@ -46,13 +46,7 @@ class ByteReceiver:
         self._left = 0  # bytes of payload and digest that are still to come
         self._stale = False
         self.digested = False  # whether a digest follows the payload that comes now
-        self.completed = 0
-        self.everybody = False
         self.all_by_reference = False
-
-    @property
-    def done(self) -> bool:
-        return self.completed == len(self._pieces)
 
     @property
     def passable(self) -> int:
@@ -65,12 +59,7 @@ class ByteReceiver:
         return self._inlet.kept() if self._left and not self._stale else 0
 
     def pump(self) -> tuple[bool, bool]:
-        """Receive once, or a header and at once the bytes behind it.
-
-        Returns whether bytes came, and whether they count as progress (payload of this round).
-
-        Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used.
-        """
+        """Receive once, or a header and at once the bytes behind it: see ``PieceReceiver``."""
         if self.done:
             return False, False
         under_way = self._left

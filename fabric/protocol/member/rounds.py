@@ -91,15 +91,13 @@ class Round:
         gradients = {n: b.gradient_digest for n, b in self.votes.items()}
         if len(set(gradients.values())) > 1:
             return f"digests of the reduced gradient at step {self.step} differ: {_by_member(gradients)}"
-        for alike in self._states():
-            if len(set(alike.values())) > 1:
-                parted = self.parted()
-                why = f"digests of the state at step {self.step} differ: {_by_member(alike)}"
-                return f"{why}; {parted}" if parted else why
-        return ""
+        if not (states := self._states_apart()):
+            return ""
+        why = f"digests of the state at step {self.step} differ: {_by_member(states)}"
+        return f"{why}; {parted}" if (parted := self.parted()) else why
 
-    def _states(self) -> list[dict[str, str]]:
-        """The digests of the states under this round, one group per layout of ranks.
+    def _states_apart(self) -> dict[str, str]:
+        """The digests of the states under this round, of members with one layout, where they differ.
 
         Two layouts may round the same update differently, so their states are not compared.
         """
@@ -108,14 +106,11 @@ class Round:
             vote = self.votes.get(member.replica)
             if vote is not None and vote.state_digest:
                 layouts.setdefault(member.cuts, {})[member.replica] = vote.state_digest
-        return list(layouts.values())
+        return next((states for states in layouts.values() if len(set(states.values())) > 1), {})
 
     def parted(self) -> str:
         """Say where the members' states before this round differ, by their votes; empty if they agree."""
-        for alike in self._states():
-            if len(set(alike.values())) > 1:
-                return differences({name: self.votes[name].entries for name in alike})
-        return ""
+        return differences({name: self.votes[name].entries for name in self._states_apart()})
 
     def is_disputed(self, name: str) -> bool:
         """Whether a vote differs from the vote of ``name``, with which at most half of the roster agree.
@@ -217,13 +212,16 @@ class Rounds:
     def _waits_for(self) -> tuple[str, ...]:
         """The members that this round waits for: the ring neighbour, or members whose message is missing."""
         round_ = self.round
-        if round_ is None or not round_.contributed:
-            return ()
-        if round_.everybody_in() and not round_.gradient_digest:
+        if (
+            round_ is not None
+            and round_.everybody_in()
+            and self.own_contribution()
+            and not round_.gradient_digest
+        ):
             # In a ring of one member the data plane's neighbour is this member itself.
             other = self.ring_waits_for if self.ring_waits_for != self._context.replica else ""
             return (other,) if other else ()
-        return tuple(n for n in round_.missing() if n != self._context.replica)
+        return tuple(n for n in self.missing() if n != self._context.replica)
 
     def abort(self, why: str, about: str, stalled: bool = False, mismatch: bool = False) -> None:
         """Rule 5: abort once per round. The kept gradient and the prepared round stay.
@@ -363,15 +361,14 @@ class Rounds:
 
         ``before``: the round that I was in before the event.
         """
-        round_ = self.round
-        if round_ is None or round_ is not before or not isinstance(event, io.FromPeer):
+        if before is None or before is not self.round or not isinstance(event, io.FromPeer):
             return False
-        message = event.message
-        if not self._is_round(message.fence.epoch, message.step):
-            return False
-        if isinstance(message, m.CommitVote):
-            return not round_.complete()
-        return isinstance(message, m.Contribution) and len(round_.contributions) < len(round_.record.roster)
+        message, roster = event.message, before.record.roster
+        is_of_round = self._is_round(message.fence.epoch, message.step) and not isinstance(
+            message, m.Finished
+        )
+        here = before.votes if isinstance(message, CommitVote) else before.contributions
+        return is_of_round and len(here) < len(roster)
 
     def _collect(self, replica: str, incarnation: int, message: m.PeerMessage) -> None:
         round_ = self.round

@@ -292,7 +292,7 @@ class ReferenceReceiver(PieceReceiver):
         self.all_by_reference = False
 
     def pump(self) -> tuple[bool, bool]:
-        """Take or use one piece; raises RoundAborted too where the owner of memory that was read has aborted."""
+        """Take or use one piece. Raises RoundAborted too if the owner of memory that was read has aborted."""
         if self.done:
             return False, False
         moved = counted = False

@@ -149,10 +149,7 @@ TEST_ENDS_S = 1.2
 
 
 class DataAgreement:
-    """Compares the data plans in the contributions of a round, before any member votes.
-
-    Members compare when the data or the epoch change.
-    """
+    """Compares the members' data plans, before the votes, in a round after the data or the epoch change."""
 
     def __init__(self, context: CoreContext, memory: MemberMemory) -> None:
         self._context = context
@@ -219,8 +216,7 @@ class Rounds:
             and not round_.gradient_digest
         ):
             # In a ring of one member the data plane's neighbour is this member itself.
-            other = self.ring_waits_for if self.ring_waits_for != self._context.replica else ""
-            return (other,) if other else ()
+            return () if self.ring_waits_for in ("", self._context.replica) else (self.ring_waits_for,)
         return tuple(n for n in self.missing() if n != self._context.replica)
 
     def abort(self, why: str, about: str, stalled: bool = False, mismatch: bool = False) -> None:
@@ -299,8 +295,7 @@ class Rounds:
         self._context.to_members(self.round.record, message)
 
     def _is_round(self, epoch: int, step: int) -> bool:
-        round_ = self.round
-        return round_ is not None and (round_.record.epoch, round_.step) == (epoch, step)
+        return self.round is not None and (self.round.record.epoch, self.round.step) == (epoch, step)
 
     def on_ready(self, event: io.Ready) -> None:
         self._memory.on_ready(event)
@@ -323,10 +318,9 @@ class Rounds:
             self.abort(event.redo, "")
 
     def on_exchanged(self, event: io.Exchanged) -> None:
-        if self._is_round(event.epoch, event.step):
-            assert self.round is not None
-            self.round.gradient_digest = event.gradient_digest
-            self.round.nonfinite, self.round.nonfinite_input = event.nonfinite, event.nonfinite_input
+        if (round_ := self.round) is not None and self._is_round(event.epoch, event.step):
+            round_.gradient_digest = event.gradient_digest
+            round_.nonfinite, round_.nonfinite_input = event.nonfinite, event.nonfinite_input
 
     def on_ring_waits_for(self, event: io.RingWaitsFor) -> None:
         """Note the member whose bytes are due in the ring: an abort names that member."""
@@ -357,10 +351,7 @@ class Rounds:
         return isinstance(message, m.Contribution)
 
     def waits_on(self, event: io.Event, before: Round | None) -> bool:
-        """Whether this event, now taken, starts no stage: in my round further messages of its kind are due.
-
-        ``before``: the round that I was in before the event.
-        """
+        """Whether this event starts no stage: ``before``, still my round, waits for more of its kind."""
         if before is None or before is not self.round or not isinstance(event, io.FromPeer):
             return False
         message, roster = event.message, before.record.roster
@@ -388,9 +379,8 @@ class Rounds:
         record = self._epochs.current
         assert record is not None
         least = record.min_replicas or self._context.config.min_replicas
-        if self._session.contact.finished or len(record.roster) < least:
-            return
-        if waits_for_data(record.sharing, record.roster) or self._is_on_its_own_for_too_long():
+        parks = self._session.contact.finished or len(record.roster) < least
+        if parks or waits_for_data(record.sharing, record.roster) or self._is_on_its_own_for_too_long():
             return
         self.open_round(self._memory.state.step, self._share(record))
 

@@ -39,7 +39,7 @@ _MAX_WHY_CHARACTERS = 300
 Payload = bytes | bytearray | memoryview
 
 
-class ExchangeSpec(msgspec.Struct, frozen=True):
+class ExchangeSpec(msgspec.Struct, frozen=True, gc=False):
     """One exchange; all its members must agree on every field."""
 
     epoch: int
@@ -58,7 +58,7 @@ class ExchangeSpec(msgspec.Struct, frozen=True):
         return (self.epoch, self.step, self.exchange)
 
 
-class ChunkHeader(msgspec.Struct, frozen=True):
+class ChunkHeader(msgspec.Struct, frozen=True, gc=False):
     """The header of one chunk."""
 
     spec: ExchangeSpec

@@ -13,7 +13,7 @@ no byte of progress arrives for ``exchange_s``.
 import select
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from fabric.errors import Mismatch, ProtocolError, RoundAborted
 from fabric.ftar.epochs import Bounds, EpochLinks, Waiting, lost
@@ -26,40 +26,36 @@ class PieceSender:
     def __init__(self, pieces: Sequence[RingPiece]) -> None:
         self._pieces = pieces
         self._index = 0  # pieces that are sent or under way
-        self._under_way: list[memoryview] = []
+        self._left = 0  # bytes of the piece under way that are still to go
 
     @property
     def done(self) -> bool:
-        return self._index == len(self._pieces) and not self._under_way
+        return not self._left and self._index == len(self._pieces)
 
     @property
     def blocked(self) -> bool:
         """Whether only the socket holds the bytes up (after ``pump`` moved nothing)."""
-        return bool(self._under_way)
+        return self._left > 0
 
     def pump(self, free: int) -> bool:
         """Send once, from the pieces before number ``free``; return whether a byte was sent. Raises
         OSError."""
-        if not self._under_way:
+        if not self._left:
             if self._index >= min(free, len(self._pieces)):
                 return False
-            self._under_way = self.frame(self._pieces[self._index])
+            self._left = self.frame(self._pieces[self._index])
             self._index += 1
         try:
-            sent = self.send()
+            self._left -= self.send()
         except BlockingIOError:
             return False
-        while self._under_way and sent >= len(self._under_way[0]):
-            sent -= len(self._under_way.pop(0))
-        if sent:
-            self._under_way[0] = self._under_way[0][sent:]
         return True
 
     def close(self) -> None:
         """Release what waits to be sent."""
 
-    def frame(self, piece: RingPiece) -> list[memoryview]:
-        """Return what goes over the socket for this piece."""
+    def frame(self, piece: RingPiece) -> int:
+        """Make what goes over the socket for this piece ready; return its bytes."""
         raise NotImplementedError
 
     def send(self) -> int:
@@ -67,21 +63,25 @@ class PieceSender:
         raise NotImplementedError
 
 
-class PieceReceiver(Protocol):
+class PieceReceiver:
     """Takes pieces off the link from the previous member, in order."""
 
-    completed: int  # pieces that are in their place
-    everybody: bool  # whether all members have entered the exchange
+    def __init__(self, pieces: Sequence[RingPiece]) -> None:
+        self._pieces = pieces
+        self.completed = 0  # pieces that are in their place
+        self.everybody = False  # whether all members have entered the exchange
 
     @property
     def done(self) -> bool:
         """Whether all pieces have come."""
+        return self.completed == len(self._pieces)
 
     def pump(self) -> tuple[bool, bool]:
         """Receive once; return whether bytes came, and whether they count as progress of this round.
 
         Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used, RoundAborted.
         """
+        raise NotImplementedError
 
 
 Links = TypeVar("Links", bound=EpochLinks)

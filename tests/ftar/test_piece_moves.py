@@ -293,6 +293,21 @@ def test_blocks_that_change_places_or_are_lost_are_found():
 # --- the two ends of a link -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("ahead", "digested"), [(72, True), (100, True), (0, True), (72, False)])
+def test_the_header_behind_a_piece_comes_with_its_digest_and_nothing_behind_it(link, ahead, digested):
+    near, far = link
+    inlet = Inlet(near.fileno(), memoryview(bytearray(BLOCK_BYTES)), FLOAT, 0, 1.0)
+    payload, behind = bytes(raw(random_tensor(35, torch.float32, 1))), bytes(range(120))
+    inlet.begin(140, None, memoryview(bytearray(140)), FLOAT, FLOAT, True, digested, 0, None, ahead)
+    stream = payload + digest(payload) * digested
+    far.sendall(stream + behind)
+    assert inlet.pump(near.fileno()) == len(stream), "the bytes ahead do not count"
+    came = inlet.ahead()
+    assert came == behind[: ahead * digested]
+    assert inlet.finish() == digest(payload) * digested
+    assert near.recv(200) == behind[len(came) :]
+
+
 def test_a_flipped_bit_anywhere_behind_the_header_ends_the_piece_without_a_digest(link):
     near, far = link
     inlet = Inlet(near.fileno(), memoryview(bytearray(BLOCK_BYTES)), FLOAT, 0, 1.0)

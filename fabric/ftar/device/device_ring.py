@@ -46,7 +46,7 @@ from fabric.ftar.device.cuda import CudaDevice, CudaEvent, SharedMemoryHandle
 from fabric.ftar.epochs import Bounds, EpochLinks, EpochPlane, Waiting, is_shared, lost, received
 from fabric.ftar.plane import Ring
 from fabric.ftar.reduce_ops import Reduction
-from fabric.ftar.ring_exchange import PieceSender, RingExchange
+from fabric.ftar.ring_exchange import PieceReceiver, PieceSender, RingExchange
 from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece, Schedule, schedule
 
 # The resources of an exchange on a device: side streams, chunk-sized slots, the arithmetic of a piece.
@@ -158,8 +158,8 @@ class ReductionTask:
         size: int,
     ) -> ChunkHeader:
         """Return the header of a part of piece ``number``, where each connection carries one."""
-        whole = self.header(pieces[number], source, size)
-        return msgspec.structs.replace(whole, sequence=number * connections + connection)
+        header = self.header(pieces[number], source, size)
+        return msgspec.structs.replace(header, sequence=number * connections + connection)
 
     def accumulate(self, piece: RingPiece, received: torch.Tensor, total: torch.Tensor) -> None:
         """``total = received (+) own``, finished into the result where ``piece`` is the last of its sum."""
@@ -332,9 +332,10 @@ class Outgoing(PieceSender):
         self._copies: deque[CudaEvent] = deque()
         self._begun = self._ready = 0
         self.connections: Connections | None = None
+        self._message = b""
         if links.offers:
-            offer = links.make_offer(space.device, space.chunk_bytes * space.slots)
-            self._under_way = [memoryview(offer)]
+            self._message = links.make_offer(space.device, space.chunk_bytes * space.slots)
+            self._left = len(self._message)
 
     @property
     def _freed(self) -> int:
@@ -342,7 +343,7 @@ class Outgoing(PieceSender):
 
     @property
     def done(self) -> bool:
-        return self._freed == len(self._pieces) and not self._under_way
+        return self._freed == len(self._pieces) and not self._left
 
     @property
     def copying(self) -> bool:
@@ -394,7 +395,7 @@ class Outgoing(PieceSender):
         return self._ready
 
     def pump(self, free: int) -> bool:
-        if self._under_way or self._links.accepted is not False:
+        if self._left or self._links.accepted is not False:
             return super().pump(free)  # the offer, or a header
         if self.connections is None:
             self.connections = self._connect()
@@ -403,11 +404,12 @@ class Outgoing(PieceSender):
         return self._index > before
 
     def send(self) -> int:
-        return self._sock.sendmsg(self._under_way)
+        return self._sock.send(self._message[-self._left :])
 
-    def frame(self, piece: RingPiece) -> list[memoryview]:
+    def frame(self, piece: RingPiece) -> int:
         position = self._links.ring.position
-        return [memoryview(pack(self._task.header(piece, position, self._task.size(piece))))]
+        self._message = pack(self._task.header(piece, position, self._task.size(piece)))
+        return len(self._message)
 
     def _connect(self) -> Connections:
         task, links, space = self._task, self._links, self._space
@@ -428,15 +430,16 @@ class Arrival:
     slot: int | None
 
 
-class Incoming:
+class Incoming(PieceReceiver):
     """Pieces from the previous member: verified, brought to the device, accumulated there."""
 
     def __init__(
         self, task: ReductionTask, links: DeviceLinks, space: DeviceWorkspace, pieces: Sequence[RingPiece]
     ) -> None:
         assert links.previous is not None
+        super().__init__(pieces)
         self._sock = links.previous
-        self._task, self._links, self._space, self._pieces = task, links, space, pieces
+        self._task, self._links, self._space = task, links, space
         self._source = (links.ring.position - 1) % links.ring.world
         self._uses: deque[CudaEvent] = deque()
         self._head = bytearray(OFFER_HEAD_BYTES if links.expects_offer else HEADER_BYTES)
@@ -445,12 +448,10 @@ class Incoming:
         self._filled = 0
         self.connections: Connections | None = None
         self.arrived: dict[int, Arrival] = {}
-        self.completed = 0
-        self.everybody = False
 
     @property
     def done(self) -> bool:
-        return self.completed == len(self._pieces) and not self._uses
+        return super().done and not self._uses
 
     @property
     def receiving(self) -> bool:

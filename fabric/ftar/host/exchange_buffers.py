@@ -88,11 +88,10 @@ class Operands:
 
     def bytes_of(self, memory: torch.Tensor, piece: RingPiece) -> memoryview:
         """Return the bytes of ``piece`` in ``memory``, one of these operands."""
-        whole = self._bytes.get(id(memory))
-        if whole is None:
-            whole = self._bytes[id(memory)] = raw(memory)
+        if id(memory) not in self._bytes:
+            self._bytes[id(memory)] = raw(memory)
         item = memory.element_size()
-        return whole[piece.start * item : piece.stop * item]
+        return self._bytes[id(memory)][piece.start * item : piece.stop * item]
 
     def nbytes(self, piece: RingPiece) -> int:
         """Return the bytes of ``piece`` while it travels."""
@@ -104,7 +103,7 @@ class Operands:
 
     def carried(self, piece: RingPiece) -> int:
         """Return the bytes of ``piece`` on a link of bytes."""
-        form = self.form_of(piece)
+        form = self.form and self.form_of(piece)
         return coded_bytes(form, piece.stop - piece.start) if form else self.nbytes(piece)
 
     def coded(self, piece: RingPiece) -> memoryview | None:

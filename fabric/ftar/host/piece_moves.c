@@ -529,7 +529,8 @@ typedef struct {
     int staged, digested;         /* whether the payload comes into `scratch` */
     int form, last;               /* the form of the piece, 0 for none */
     Py_ssize_t size, arrived, used, trailer_arrived;
-    uint8_t trailer[DIGEST_BYTES];
+    Py_ssize_t ahead_wanted, ahead_arrived; /* bytes of the header behind this piece, which come with its digest */
+    uint8_t trailer[DIGEST_BYTES], ahead[MOST_HEADER_BYTES];
     Digest arrived_digest, kept_digest;
     Sum sum;
     double moved_s;
@@ -604,19 +605,24 @@ static int complete(const Inlet *in)
     return in->arrived == in->size && (!in->digested || in->trailer_arrived == DIGEST_BYTES);
 }
 
-/* Receive once. Return the number of bytes, 0 at the end of the stream, -1 with errno. */
+/* Receive once. Return the number of bytes, 0 at the end of the stream, -1 with errno. Bytes ahead do not count. */
 static ssize_t receive(Inlet *in)
 {
     Py_ssize_t begin = in->staged ? in->arrived - in->used : in->arrived;
     Py_ssize_t room = in->staged ? in->scratch.len - begin : BLOCK_BYTES;
     Py_ssize_t payload = in->size - in->arrived < room ? in->size - in->arrived : room;
-    struct iovec parts[2] = {
-        {(uint8_t *)(in->staged ? in->scratch.buf : in->into.buf) + begin, (size_t)payload},
-        {in->trailer + in->trailer_arrived, (size_t)(DIGEST_BYTES - in->trailer_arrived)}};
+    Py_ssize_t trailer = DIGEST_BYTES - in->trailer_arrived;
+    struct iovec parts[3] = {{(uint8_t *)(in->staged ? in->scratch.buf : in->into.buf) + begin, (size_t)payload},
+                             {in->trailer + in->trailer_arrived, (size_t)trailer},
+                             {in->ahead, (size_t)in->ahead_wanted}};
     int with_trailer = in->digested && in->arrived + payload == in->size;
-    ssize_t count = readv(in->fd, parts, 1 + with_trailer);
+    ssize_t count = readv(in->fd, parts, with_trailer ? 3 : 1);
     if (count > 0) {
         Py_ssize_t came = count < payload ? count : payload;
+        if (count > payload + trailer) {
+            in->ahead_arrived = count - payload - trailer;
+            count = payload + trailer;
+        }
         in->arrived += came;
         in->trailer_arrived += count - came;
         use(in);
@@ -678,19 +684,21 @@ static PyObject *inlet_begin(Inlet *in, PyObject *arguments)
 {
     PyObject *own, *into, *onward = Py_None;
     int received, kept, last, digested, form = 0;
-    Py_ssize_t size;
-    if (!PyArg_ParseTuple(arguments, "nOOiipp|iO", &size, &own, &into, &received, &kept, &last, &digested, &form,
-                          &onward) ||
+    Py_ssize_t size, ahead = 0;
+    if (!PyArg_ParseTuple(arguments, "nOOiipp|iOn", &size, &own, &into, &received, &kept, &last, &digested, &form,
+                          &onward, &ahead) ||
         hold_places(&in->own, own) < 0 || hold(&in->into, into, PyBUF_WRITABLE) < 0 ||
         hold(&in->onward, onward, PyBUF_WRITABLE) < 0)
         return NULL;
-    if (form ? !fits_coded(in, size, form) : in->onward.obj || !fits(in, size, received, kept))
+    if ((form ? !fits_coded(in, size, form) : in->onward.obj || !fits(in, size, received, kept)) || ahead < 0 ||
+        ahead > MOST_HEADER_BYTES)
         return refused("the memory does not fit the piece");
     in->size = size;
     in->form = form;
     in->last = last;
     in->staged = form || in->own.count || !in->into.obj;
-    in->arrived = in->used = in->trailer_arrived = 0;
+    in->arrived = in->used = in->trailer_arrived = in->ahead_arrived = 0;
+    in->ahead_wanted = ahead;
     in->digested = digested;
     memset(&in->arrived_digest, 0, sizeof(Digest));
     memset(&in->kept_digest, 0, sizeof(Digest));
@@ -706,6 +714,11 @@ static PyObject *inlet_moved_s(Inlet *in, PyObject *Py_UNUSED(nothing))
 static PyObject *inlet_kept(Inlet *in, PyObject *Py_UNUSED(nothing))
 {
     return PyLong_FromSize_t(kept_bytes(in, in->used));
+}
+
+static PyObject *inlet_ahead(Inlet *in, PyObject *Py_UNUSED(nothing))
+{
+    return PyBytes_FromStringAndSize((const char *)in->ahead, in->ahead_arrived);
 }
 
 static PyObject *inlet_finish(Inlet *in, PyObject *Py_UNUSED(nothing))
@@ -1017,7 +1030,7 @@ static PyObject *fold_parts(PyObject *Py_UNUSED(module), PyObject *arguments)
 static PyMethodDef inlet_methods[] = {
     METHOD("begin", inlet_begin, METH_VARARGS), METHOD("pump", inlet_pump, METH_VARARGS),
     METHOD("kept", inlet_kept, METH_NOARGS), METHOD("finish", inlet_finish, METH_NOARGS),
-    METHOD("moved_s", inlet_moved_s, METH_NOARGS), {0}};
+    METHOD("ahead", inlet_ahead, METH_NOARGS), METHOD("moved_s", inlet_moved_s, METH_NOARGS), {0}};
 static PyType_Slot inlet_slots[] = {
     {Py_tp_new, inlet_new}, {Py_tp_dealloc, inlet_dealloc}, {Py_tp_methods, inlet_methods}, {0, NULL}};
 static PyType_Spec inlet_spec = {

@@ -52,6 +52,7 @@ class Inlet:
         digested: bool,
         form: int = 0,
         onward: memoryview | None = None,
+        ahead: int = 0,
     ) -> None:
         """Begin a piece of ``size`` bytes; ``digested``: its digest follows.
 
@@ -60,8 +61,12 @@ class Inlet:
         in ``into``.
 
         With ``form`` the piece comes in that form, and what goes on goes to ``onward`` in that form too; the
-        last sum becomes what the form can hold. Raises ValueError where the sizes do not fit.
+        last sum becomes what the form can hold. With its digest come up to ``ahead`` bytes of the header
+        behind it. Raises ValueError where the sizes do not fit.
         """
+
+    def ahead(self) -> bytes:
+        """Return the bytes behind the piece that have come with its digest; ``pump`` does not count them."""
 
     def pump(self, stop: int = -1) -> int:
         """Receive what has come of the piece and its digest, a MiB or so at most; return the bytes.

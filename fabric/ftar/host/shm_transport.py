@@ -51,7 +51,7 @@ from fabric.ftar.host.shm_segments import (
     unpack_segment_refs,
 )
 from fabric.ftar.plane import Ring
-from fabric.ftar.ring_exchange import PieceSender
+from fabric.ftar.ring_exchange import PieceReceiver, PieceSender
 from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece
 
 SUPPORTED = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
@@ -216,11 +216,13 @@ class ReferenceSender(PieceSender):
         self._outbox = outbox
         self._inbox = inbox
         self._descriptors: list[int] = []
+        self._message = b""
 
     def send(self) -> int:
+        rest = self._message[-self._left :]
         if not self._descriptors:
-            return self._outbox.sock.sendmsg(self._under_way)
-        sent = socket.send_fds(self._outbox.sock, self._under_way, self._descriptors)
+            return self._outbox.sock.send(rest)
+        sent = socket.send_fds(self._outbox.sock, [rest], self._descriptors)
         self.close()
         return sent
 
@@ -229,7 +231,7 @@ class ReferenceSender(PieceSender):
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def frame(self, piece: RingPiece) -> list[memoryview]:
+    def frame(self, piece: RingPiece) -> int:
         header = self._header(piece)
         refs = self._operands.borrowed.pop((piece.start, piece.gather), [])
         announced = b""
@@ -249,7 +251,8 @@ class ReferenceSender(PieceSender):
             refs = [*refs, SegmentRef(header.source, wide, segment.number, offset)]
             announced += self._announce(header, header.source, _GUARD, self._outbox.guard)
             announced += self._announce(header, header.source, segment.number, segment)
-        return [memoryview(announced + _message(header, refs))]
+        self._message = announced + _message(header, refs)
+        return len(self._message)
 
     def _announce(self, header: ChunkHeader, owner: int, number: int, segment: SharedSegment | None) -> bytes:
         if (owner, number) in self._outbox.announced:
@@ -265,7 +268,7 @@ class ReferenceSender(PieceSender):
         return _message(about, [SegmentRef(owner, 0, number, nbytes)])
 
 
-class ReferenceReceiver:
+class ReferenceReceiver(PieceReceiver):
     """Takes references to pieces from the previous member, and reads the pieces that end here.
 
     If the next link shares memory too (``outbox``), references are passed on before the piece is read.
@@ -279,27 +282,17 @@ class ReferenceReceiver:
         pieces: Sequence[RingPiece],
         expect: Callable[[RingPiece], ChunkHeader],
     ) -> None:
+        super().__init__(pieces)
         self._inbox = inbox
         self._lends = outbox is not None
         self._operands = operands
-        self._pieces = pieces
         self._expect = expect
         self._arrived: list[_Arrival] = []
-        self.completed = 0
         self.passable = 0
-        self.everybody = False
         self.all_by_reference = False
 
-    @property
-    def done(self) -> bool:
-        return self.completed == len(self._pieces)
-
     def pump(self) -> tuple[bool, bool]:
-        """Take or use one piece; return whether bytes came, and whether they count as progress (this round).
-
-        Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used, RoundAborted
-        if the owner of memory that was read has aborted.
-        """
+        """Take or use one piece. Raises RoundAborted too if the owner of memory that was read has aborted."""
         if self.done:
             return False, False
         moved = counted = False

@@ -12,11 +12,11 @@ from fabric.errors import Mismatch, ProtocolError
 from fabric.ftar.chunk_headers import FOLLOWS, HEADER_BYTES, ChunkHeader, check_expected, pack, unpack
 from fabric.ftar.host.exchange_buffers import Operands
 from fabric.ftar.host.piece_moves import DIGEST_BYTES, Inlet, Outlet
-from fabric.ftar.ring_exchange import PieceSender
+from fabric.ftar.ring_exchange import PieceReceiver, PieceSender
 from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
 
 
-class ByteReceiver:
+class ByteReceiver(PieceReceiver):
     """Takes pieces off the link from the previous member: verifies, then adds or keeps them.
 
     ``most`` bounds the bytes of a payload. ``scratch`` holds one block of a piece that is to be added, or
@@ -32,9 +32,9 @@ class ByteReceiver:
         scratch: memoryview,
         most: int,
     ) -> None:
+        super().__init__(pieces)
         self._sock = sock
         self._operands = operands
-        self._pieces = pieces
         self._expect = expect
         self._most = most
         how = operands.reduction
@@ -46,13 +46,7 @@ class ByteReceiver:
         self._left = 0  # bytes of payload and digest that are still to come
         self._stale = False
         self.digested = False  # whether a digest follows the payload that comes now
-        self.completed = 0
-        self.everybody = False
         self.all_by_reference = False
-
-    @property
-    def done(self) -> bool:
-        return self.completed == len(self._pieces)
 
     @property
     def passable(self) -> int:
@@ -65,12 +59,7 @@ class ByteReceiver:
         return self._inlet.kept() if self._left and not self._stale else 0
 
     def pump(self) -> tuple[bool, bool]:
-        """Receive once, or a header and at once the bytes behind it.
-
-        Returns whether bytes came, and whether they count as progress (payload of this round).
-
-        Raises OSError or EOFError on a lost link, ProtocolError for bytes that cannot be used.
-        """
+        """Receive once, or a header and at once the bytes behind it: see ``PieceReceiver``."""
         if self.done:
             return False, False
         under_way = self._left
@@ -87,6 +76,7 @@ class ByteReceiver:
                 counted = not self._stale
                 if not self._left:
                     self._finish()
+                    self._begin_when_whole()
                 return True, counted
             count = self._sock.recv_into(self._header[self._filled :])
         except BlockingIOError:
@@ -94,12 +84,13 @@ class ByteReceiver:
         if not count:
             raise EOFError
         self._filled += count
-        if self._filled == HEADER_BYTES:
-            self._filled = 0
-            self._begin()
+        self._begin_when_whole()
         return True, False
 
-    def _begin(self) -> None:
+    def _begin_when_whole(self) -> None:
+        if self._filled < HEADER_BYTES:
+            return
+        self._filled = 0
         header, payload_digest = unpack(self._header)
         piece = self._pieces[self.completed]
         expected = self._expect(piece)
@@ -124,7 +115,11 @@ class ByteReceiver:
         self.digested = payload_digest == FOLLOWS
         if onward is not None and own is not None and not piece.last:
             into = None  # such a sum only goes on
-        self._inlet.begin(header.size, own, into, received, kept, piece.last, self.digested, form, onward)
+        is_end = not self._stale and self.completed + 1 == len(self._pieces)
+        ahead = 0 if is_end else HEADER_BYTES  # behind the last piece another exchange begins
+        self._inlet.begin(
+            header.size, own, into, received, kept, piece.last, self.digested, form, onward, ahead
+        )
         self._left = header.size + DIGEST_BYTES * self.digested
 
     def _finish(self) -> None:
@@ -134,15 +129,17 @@ class ByteReceiver:
                 f"chunk {self.completed} does not match its digest: bytes were corrupted on the way "
                 "or in memory; if it repeats, check that host's memory and network"
             )
-        if self._stale:
-            self._stale = False
-            return
-        piece = self._pieces[self.completed]
-        self._operands.arrived(piece)
-        if self.digested:
-            self._operands.digests[piece.start] = kept_digest
-        self.everybody = self.everybody or piece.everybody
-        self.completed += 1
+        if not self._stale:
+            piece = self._pieces[self.completed]
+            self._operands.arrived(piece)
+            if self.digested:
+                self._operands.digests[piece.start] = kept_digest
+            self.everybody = self.everybody or piece.everybody
+            self.completed += 1
+        self._stale = False
+        ahead = self._inlet.ahead()
+        self._filled = len(ahead)
+        self._header[: self._filled] = ahead
 
 
 class ByteSender(PieceSender):
@@ -175,13 +172,13 @@ class ByteSender(PieceSender):
                 self._complete(self._pieces[self._index - 1])
             elif arrivals is not None:
                 self._outlet.allow(arrivals.passing)
-        elif not self._under_way and self._index == free < len(self._pieces) and arrivals is not None:
+        elif not self._left and self._index == free < len(self._pieces) and arrivals is not None:
             # The next piece to send is the one that comes now.
             self._follows = arrivals.passing > 0 and arrivals.digested == self._checksum
             free += self._follows
         return super().pump(free)
 
-    def frame(self, piece: RingPiece) -> list[memoryview]:
+    def frame(self, piece: RingPiece) -> int:
         operands, form = self._operands, 0
         source: memoryview | tuple[memoryview, ...] | None = None
         payload = operands.coded(piece)
@@ -200,7 +197,7 @@ class ByteSender(PieceSender):
             self._outlet.allow(self._arrivals.passing)
         elif not computes:
             self._complete(piece)
-        return [memoryview(header), payload, memoryview(bytes(DIGEST_BYTES * self._checksum))]
+        return len(header) + len(payload) + DIGEST_BYTES * self._checksum
 
     def send(self) -> int:
         return self._outlet.pump()

@@ -92,15 +92,13 @@ class Round(Struct):
         gradients = {n: b.gradient_digest for n, b in self.votes.items()}
         if len(set(gradients.values())) > 1:
             return f"digests of the reduced gradient at step {self.step} differ: {_by_member(gradients)}"
-        for alike in self._states():
-            if len(set(alike.values())) > 1:
-                parted = self.parted()
-                why = f"digests of the state at step {self.step} differ: {_by_member(alike)}"
-                return f"{why}; {parted}" if parted else why
-        return ""
+        if not (states := self._states_apart()):
+            return ""
+        why = f"digests of the state at step {self.step} differ: {_by_member(states)}"
+        return f"{why}; {parted}" if (parted := self.parted()) else why
 
-    def _states(self) -> list[dict[str, str]]:
-        """The digests of the states under this round, one group per layout of ranks.
+    def _states_apart(self) -> dict[str, str]:
+        """The digests of the states under this round, of members with one layout, where they differ.
 
         Two layouts may round the same update differently, so their states are not compared.
         """
@@ -109,14 +107,11 @@ class Round(Struct):
             vote = self.votes.get(member.replica)
             if vote is not None and vote.state_digest:
                 layouts.setdefault(member.cuts, {})[member.replica] = vote.state_digest
-        return list(layouts.values())
+        return next((states for states in layouts.values() if len(set(states.values())) > 1), {})
 
     def parted(self) -> str:
         """Say where the members' states before this round differ, by their votes; empty if they agree."""
-        for alike in self._states():
-            if len(set(alike.values())) > 1:
-                return differences({name: self.votes[name].entries for name in alike})
-        return ""
+        return differences({name: self.votes[name].entries for name in self._states_apart()})
 
     def is_disputed(self, name: str) -> bool:
         """Whether a vote differs from the vote of ``name``, with which at most half of the roster agree.
@@ -155,10 +150,7 @@ TEST_ENDS_S = 1.2
 
 
 class DataAgreement:
-    """Compares the data plans in the contributions of a round, before any member votes.
-
-    Members compare when the data or the epoch change.
-    """
+    """Compares the members' data plans, before the votes, in a round after the data or the epoch change."""
 
     def __init__(self, context: CoreContext, memory: MemberMemory) -> None:
         self._context = context
@@ -215,13 +207,15 @@ class Rounds(Struct, eq=False):
     def _waits_for(self) -> tuple[str, ...]:
         """The members that this round waits for: the ring neighbour, or members whose message is missing."""
         round_ = self.round
-        if round_ is None or not round_.contributed:
-            return ()
-        if round_.everybody_in() and not round_.gradient_digest:
+        if (
+            round_ is not None
+            and round_.everybody_in()
+            and self.own_contribution()
+            and not round_.gradient_digest
+        ):
             # In a ring of one member the data plane's neighbour is this member itself.
-            other = self.ring_waits_for if self.ring_waits_for != self._context.replica else ""
-            return (other,) if other else ()
-        return tuple(n for n in round_.missing() if n != self._context.replica)
+            return () if self.ring_waits_for in ("", self._context.replica) else (self.ring_waits_for,)
+        return tuple(n for n in self.missing() if n != self._context.replica)
 
     def abort(self, why: str, about: str, stalled: bool = False, mismatch: bool = False) -> None:
         """Rule 5: abort once per round. The kept gradient and the prepared round stay.
@@ -299,8 +293,7 @@ class Rounds(Struct, eq=False):
         self._context.to_members(self.round.record, message)
 
     def _is_round(self, epoch: int, step: int) -> bool:
-        round_ = self.round
-        return round_ is not None and (round_.record.epoch, round_.step) == (epoch, step)
+        return self.round is not None and (self.round.record.epoch, self.round.step) == (epoch, step)
 
     def on_ready(self, event: io.Ready) -> None:
         self._memory.on_ready(event)
@@ -323,10 +316,9 @@ class Rounds(Struct, eq=False):
             self.abort(event.redo, "")
 
     def on_exchanged(self, event: io.Exchanged) -> None:
-        if self._is_round(event.epoch, event.step):
-            assert self.round is not None
-            self.round.gradient_digest = event.gradient_digest
-            self.round.nonfinite, self.round.nonfinite_input = event.nonfinite, event.nonfinite_input
+        if (round_ := self.round) is not None and self._is_round(event.epoch, event.step):
+            round_.gradient_digest = event.gradient_digest
+            round_.nonfinite, round_.nonfinite_input = event.nonfinite, event.nonfinite_input
 
     def on_ring_waits_for(self, event: io.RingWaitsFor) -> None:
         """Note the member whose bytes are due in the ring: an abort names that member."""
@@ -357,19 +349,15 @@ class Rounds(Struct, eq=False):
         return isinstance(message, m.Contribution)
 
     def waits_on(self, event: io.Event, before: Round | None) -> bool:
-        """Whether this event, now taken, starts no stage: in my round further messages of its kind are due.
-
-        ``before``: the round that I was in before the event.
-        """
-        round_ = self.round
-        if round_ is None or round_ is not before or not isinstance(event, io.FromPeer):
+        """Whether this event starts no stage: ``before``, still my round, waits for more of its kind."""
+        if before is None or before is not self.round or not isinstance(event, io.FromPeer):
             return False
-        message = event.message
-        if not self._is_round(message.fence.epoch, message.step):
-            return False
-        if isinstance(message, m.CommitVote):
-            return not round_.complete()
-        return isinstance(message, m.Contribution) and len(round_.contributions) < len(round_.record.roster)
+        message, roster = event.message, before.record.roster
+        is_of_round = self._is_round(message.fence.epoch, message.step) and not isinstance(
+            message, m.Finished
+        )
+        here = before.votes if isinstance(message, CommitVote) else before.contributions
+        return is_of_round and len(here) < len(roster)
 
     def _collect(self, replica: str, incarnation: int, message: m.PeerMessage) -> None:
         round_ = self.round
@@ -389,9 +377,8 @@ class Rounds(Struct, eq=False):
         record = self._epochs.current
         assert record is not None
         least = record.min_replicas or self._context.config.min_replicas
-        if self._session.contact.finished or len(record.roster) < least:
-            return
-        if waits_for_data(record.sharing, record.roster) or self._is_on_its_own_for_too_long():
+        parks = self._session.contact.finished or len(record.roster) < least
+        if parks or waits_for_data(record.sharing, record.roster) or self._is_on_its_own_for_too_long():
             return
         self.open_round(self._memory.state.step, self._share(record))
 

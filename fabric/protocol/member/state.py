@@ -420,9 +420,7 @@ class KnownEpochs:
         self._context.emit(io.WriteJournal(kind, self.epoch(), self._memory.state.step, why, about))
 
     def runs(self, epoch: int) -> bool:
-        current = self.current
-        running = self.mode in (Mode.RUN, Mode.CATCH_UP)
-        return running and current is not None and current.epoch == epoch
+        return self.current is not None and self.mode in (Mode.RUN, Mode.CATCH_UP) and self.epoch() == epoch
 
     def epoch(self) -> int:
         return self.current.epoch if self.current is not None else 0

@@ -35,9 +35,19 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "fabric needs Python 3.11 or newer; this is %s: run make PYTHON=python3.11" % sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 
+# pip would compile all 17,000 files, of which most are never imported. So the first import compiles, here for most of
+# what the tests need, whatever the shell says about writing what is compiled.
+IMPORTED := pytest, hypothesis, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel, \
+	torch.distributed.pipelining, torch.utils.tensorboard, accelerate, pytorch_lightning, transformers.trainer, \
+	transformers.models.llama.modeling_llama, fabric.cli.run, fabric.client.attach
+
+$(STAMP): export PYTHONDONTWRITEBYTECODE :=
 $(STAMP): pyproject.toml setup.py $(COMPILED) constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q "$$(grep -i '^torch==' constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+ifneq ($(TORCH_INDEX),)
+	$(BIN)/python -m pip install -q --no-compile "$$(grep -i '^torch==' constraints.txt)" --index-url $(TORCH_INDEX)
+endif
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[test]'
+	$(BIN)/python -c 'import $(IMPORTED)'
 	@touch $@ $(DEMO_STAMP)
 
 # The demo needs no packages of the tests. Each file must have a hash of demo-requirements.txt, except what torch brings

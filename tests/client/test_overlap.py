@@ -187,7 +187,7 @@ def test_memory_that_a_round_reads_in_place_outlives_a_change(one_rank, sharded)
     def send_and_change() -> None:
         (bucket,) = (x for x in loop.gradients.buckets if x.parameters[0][1] is changed)
         own, presence = loop.gradients.gather_bucket(bucket, loop.sent, in_place=True)
-        read.extend([own, raw_to_read(own, 0, own.numel()), presence])
+        read.extend([own, raw_to_read(own), presence])
         read.append(bytes(read[1]))
         changed.grad.zero_()
 

@@ -56,10 +56,12 @@ class Browser:
 
     def _port(self) -> int:
         assert self._driver.stdout is not None
+        said = []
         for line in self._driver.stdout:
             if b"started successfully on port" in line:
                 return int(line.rstrip(b".\n").rpartition(b" ")[2])
-        raise AssertionError("chromedriver did not start")
+            said.append(line)
+        raise AssertionError(f"chromedriver ended with {self._driver.wait()}: {b''.join(said)[-2000:]!r}")
 
     def __enter__(self) -> "Browser":
         return self

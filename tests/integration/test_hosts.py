@@ -158,10 +158,9 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
         source = servers["r0", 1].partition("#")[0] if lost == "host" else "own memory"
         assert list(joins[1][-1]["sources"]) == [source], joins
         (served,) = within(cable, job.told, "serves")
-        gradients = 0 if waits else 2
-        assert served["why"] == (f"step {HELD_AT} from its own hosts' memory, and {gradients} gradients"), (
-            served
-        )
+        # r0 may still be on its way to the step in which it stands.
+        gradients = ["0 gradients"] if waits else ["1 gradient", "2 gradients"]
+        assert served["why"] in [f"step {HELD_AT} from its own hosts' memory, and {x}" for x in gradients]
         job.check_lanes(12)
 
 

@@ -2,9 +2,10 @@
 
 import sys
 
+from spoken_version import speak
+
 from fabric.cli.main import main
-from fabric.protocol.messages import wire
 
 if __name__ == "__main__":
-    wire.PROTOCOL_VERSION += int(sys.argv.pop(1))
+    speak(int(sys.argv.pop(1)))
     main()

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import click
 import metrics_table
 import pytest
 import yaml
+from msgspec.structs import fields
 from prometheus_process import require_prometheus
 
 from fabric.ckpt_server.__main__ import parse

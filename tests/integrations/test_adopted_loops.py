@@ -691,7 +691,7 @@ def test_a_script_without_a_seed_draws_alike_in_all_replicas_and_not_in_another_
         numbers = []
 
         def script():
-            numbers.append((np.random.rand(), random.random()))
+            numbers.append((float(torch.rand(())), np.random.rand(), random.random()))
             model, optimizer = make()
             for (x,) in data():
                 model(x).sum().backward()

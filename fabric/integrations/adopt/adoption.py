@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 
 import fabric.client
@@ -171,12 +172,13 @@ def run_adopted(run: Callable[[], None]) -> None:
 
 
 def _seed_unseeded(settings: config.Settings) -> None:
-    """Seed numpy and ``random`` alike in all processes of a job, as torch's generators are in any process.
+    """Seed torch, numpy and ``random`` alike in all processes of a job.
 
     Else a script without a seed would split its data, or choose its values, in another way in each replica.
     Jobs of other names or tokens have other numbers.
     """
     seed = xxhash.xxh3_64_intdigest(settings.job.encode() + b"\0" + settings.token)
+    torch.manual_seed(seed)  # on the CPU a process begins with a random seed
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 

@@ -686,8 +686,12 @@ def test_numbers_between_an_update_and_the_next_batch_are_those_of_all_replicas(
     assert len(set(first)) == len(first)
 
 
-def test_a_script_without_a_seed_draws_alike_in_all_replicas_and_not_in_another_job(adopt, monkeypatch):
-    def draws(replica, job):
+def test_a_script_without_a_seed_draws_alike_in_a_job_and_not_in_another(adopt, monkeypatch, tmp_path):
+    """A replica that starts again after its token was replaced draws as the others did."""
+
+    def draws(replica, job, token):
+        (tmp_path / "token").write_text(token)
+        monkeypatch.setenv("FABRIC_TOKEN_FILE", str(tmp_path / "token"))
         numbers = []
 
         def script():
@@ -702,7 +706,7 @@ def test_a_script_without_a_seed_draws_alike_in_all_replicas_and_not_in_another_
         adopt(script)
         return numbers
 
-    assert draws("r0", "one") == draws("r1", "one") != draws("r1", "other")
+    assert draws("r0", "one", "a" * 32) == draws("r1", "one", "b" * 32) != draws("r1", "other", "b" * 32)
 
 
 @pytest.mark.parametrize("gradient", ["finite", "infinite"])

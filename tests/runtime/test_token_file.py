@@ -98,7 +98,6 @@ READ_ONCE = {
     "runtime/http/token_file.py": "it gives the token to the others",
     "client/loop/start.py": "a rank dials rank 0 once",
     "client/state/durable_policy.py": "one question, at the start",
-    "integrations/adopt/adoption.py": "a number made from it, at the start",
     "integrations/loggers.py": "it reads the file before each question",
     "integrations/ray.py": "a Ray job takes a new token when it starts again, as docs/adopt/ray.md says",
     "cli/run.py": "one question, at the start",

@@ -175,9 +175,9 @@ def _seed_unseeded(settings: config.Settings) -> None:
     """Seed torch, numpy and ``random`` alike in all processes of a job.
 
     Else a script without a seed would split its data, or choose its values, in another way in each replica.
-    Jobs of other names or tokens have other numbers.
+    Jobs of other names have other numbers. A token may change while the job runs, so it does not count.
     """
-    seed = xxhash.xxh3_64_intdigest(settings.job.encode() + b"\0" + settings.token)
+    seed = xxhash.xxh3_64_intdigest(settings.job.encode())
     torch.manual_seed(seed)  # on the CPU a process begins with a random seed
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)

@@ -290,7 +290,7 @@ class AdoptedLoop:
 _ENTRY = "fabric-step.json"
 _MAX_BYTES = 4096
 Call = Callable[..., Any]
-# What scripts do to the files that they have saved.
+# Scripts rename, copy and remove the files that they have saved by these functions.
 _CHANGES = {
     os: ("replace", "rename", "remove", "unlink", "link"),
     shutil: ("copyfile", "copy", "copy2", "copytree", "move", "rmtree"),
@@ -354,7 +354,7 @@ class SavedFiles:
         values = (*arguments, *named.values())
         paths = [Path(x).absolute() for x in values if isinstance(x, str | os.PathLike)]
         is_relative = any(x.endswith("dir_fd") and named[x] is not None for x in named)
-        if is_relative or not paths or not self._knows(paths[0]):
+        if is_relative or not paths or not any(paths[0] in (x, *x.parents) for x in self._names):
             return original(*arguments, **named)
         for target in paths[1:]:
             self._names |= {target, target / paths[0].name}
@@ -370,10 +370,6 @@ class SavedFiles:
         """Make the link at the replica that writes, if it names a saved file, seen from the link's folder."""
         target = Path(dst).absolute().parent / src
         self.change(lambda *_: original(src, dst, *arguments, **named), target, dst)
-
-    def _knows(self, path: Path) -> bool:
-        """Whether this is a saved file, or a folder with one."""
-        return path in self._names or any(path in name.parents for name in self._names)
 
     def _note_step(self, path: Path) -> None:
         if self._loop.session is None or not zipfile.is_zipfile(path):
@@ -434,7 +430,11 @@ def patched(loop: AdoptedLoop, job: str) -> Iterator[None]:
             (torch, "save", lambda _, original: functools.partial(files.save, original)),
             (torch, "load", lambda _, original: functools.partial(files.load, original)),
             (os, "symlink", lambda _, original: functools.partial(files.symlink, original)),
-            *((owner, name, _changed(files)) for owner, names in _CHANGES.items() for name in names),
+            *(
+                (owner, name, lambda _, original: functools.partial(files.change, original))
+                for owner, names in _CHANGES.items()
+                for name in names
+            ),
         ):
             original = getattr(owner, name)
             setattr(owner, name, replace(loop, original))
@@ -444,10 +444,6 @@ def patched(loop: AdoptedLoop, job: str) -> Iterator[None]:
         after = register_optimizer_step_post_hook(lambda *_: loop.after_update())
         stack.callback(after.remove)
         yield
-
-
-def _changed(files: SavedFiles) -> Callable[[AdoptedLoop, Call], Call]:
-    return lambda _, original: functools.partial(files.change, original)
 
 
 def _backward(loop: AdoptedLoop, original: Call) -> Call:

@@ -16,14 +16,15 @@ killed must have stopped.
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from fabric.audit.journal import JournalLine, RecordedRun, ReplicaJournal, lines_of
+from fabric.model import Value
 from fabric.protocol.rules.spare import hosts_of
 
 # Which samples belong to which micro-batch, recomputed from the documented rule alone.
@@ -139,8 +140,7 @@ class StagedOrder:
 CLOCK_SLACK_S = 0.1
 
 
-@dataclass(slots=True)
-class ReplicaWalk:
+class ReplicaWalk(Struct):
     """The state of one incarnation after the lines read so far.
 
     ``next_step`` and ``generation`` are those of its state. ``due`` is the step whose state digest must come
@@ -434,8 +434,7 @@ _WEIGHT_TOLERANCE = 1e-9
 _KILL_SLACK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(Value):
     """The journals of a run, indexed for the checks above."""
 
     run: RecordedRun

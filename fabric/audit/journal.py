@@ -7,13 +7,13 @@ leaves a torn line; only the last line of an incarnation may be torn.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from fabric.errors import ConfigError
+from fabric.model import Value
 
 MAX_JOURNAL_BYTES = 1 << 28
 MAX_LINE_BYTES = 1 << 22
@@ -115,8 +115,7 @@ def _is(value: object, kind: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class JournalLine:
+class JournalLine(Value):
     """One journal line whose fields have been checked against ``FIELDS``.
 
     ``t`` is unix time and ``mono`` the host's monotonic clock, both in seconds; ``number`` is the line
@@ -156,8 +155,7 @@ class JournalLine:
         return f"{self.replica} incarnation {self.incarnation} (line {self.number})"
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaJournal:
+class ReplicaJournal(Value):
     """The journal of one replica, in file order, with a sentence for each line that cannot be read."""
 
     replica: str
@@ -174,8 +172,7 @@ class ReplicaJournal:
         return tuple(tuple(group) for group in groups)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRun:
+class RecordedRun(Value):
     """All evidence of one run: the journals by replica, and the supervisor's events (may be empty)."""
 
     journals: Mapping[str, ReplicaJournal]

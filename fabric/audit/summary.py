@@ -14,21 +14,22 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fabric.audit.audit import Evidence, audit, count_samples, digests_equal, finished, gather
 from fabric.audit.journal import JournalLine, RecordedRun, lines_of, read_run
 from fabric.errors import ConfigError
+from fabric.model import Value
 
 SUMMARY_FILE = "summary.json"
 MAX_SUMMARY_BYTES = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaDeath:
+class ReplicaDeath(Value):
     """One process that died. Times are seconds after its death, None where no journal has them.
 
     ``detected_s`` is the first abort of a survivor, ``epoch_s`` the first epoch without the dead
@@ -43,8 +44,7 @@ class ReplicaDeath:
     first_commit_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaJoin:
+class ReplicaJoin(Value):
     """One process that entered the running job, its fetch and its catch-up.
 
     ``catch_up_s`` runs from the start of its fetch to the first step that it committed with the others.
@@ -59,8 +59,7 @@ class ReplicaJoin:
     catch_up_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
+class RunSummary(Value):
     """The contents of ``summary.json``; ``failure_list`` and ``join_list`` have one entry for each."""
 
     steps: int
@@ -76,8 +75,8 @@ class RunSummary:
 
     def as_json(self) -> dict[str, Any]:
         """Return the JSON object, with the lists of failures and joins and their counts."""
-        document = asdict(self)
-        lists = {name: list(document.pop(name)) for name in ("failure_list", "join_list")}
+        document: dict[str, Any] = msgspec.to_builtins(self)
+        lists = {name: document.pop(name) for name in ("failure_list", "join_list")}
         document["failures"] = len(self.failure_list)
         document["joins"] = len(self.join_list)
         document["catch_up_s"] = max((join.catch_up_s for join in self.join_list), default=0.0)
@@ -199,8 +198,7 @@ def _steps_lost(evidence: Evidence) -> int:
     return lost + max(lineage, default=-1) + 1 - len(lineage)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Value):
     """The result: the numbers, and a sentence for every broken promise."""
 
     evidence: Evidence

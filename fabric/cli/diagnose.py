@@ -5,12 +5,13 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import click
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.cli.lighthouse_options import current_tls, json_option, lighthouse_options, lighthouses_of
 from fabric.cli.terminal_text import all_printable
@@ -21,6 +22,7 @@ from fabric.collectives.recording import MAX_BYTES, Process, Recording, parse_re
 from fabric.collectives.report import CollectiveReport, explain
 from fabric.errors import ConfigError, Unreachable
 from fabric.lighthouse.diagnosis.rank_probe import main_thread
+from fabric.model import Value
 from fabric.runtime.http.lighthouse_client import describe, read_bounded, understood
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import read_token
@@ -30,8 +32,7 @@ _RANK = re.compile(r"(\d{1,6})(?:\.[A-Za-z]\w*)*$", re.ASCII)
 _OTHER_FILES = frozenset((".log", ".txt", ".out", ".err", ".gz", ".zip", ".py"))
 
 
-@dataclass(slots=True)
-class ReadRecordings:
+class ReadRecordings(Struct):
     """The recordings that could be read. ``unread``: why the recording of a process is missing."""
 
     recordings: list[Recording] = field(default_factory=list)
@@ -105,16 +106,14 @@ _MAX_FRAMES = 20
 _TORCH, _OWN, _STACKS, _STATE = "flight", "exchange", "stacks", "state"
 
 
-@dataclass(frozen=True, slots=True)
-class ServerTarget:
+class ServerTarget(Value):
     """One process, and the base URL of its checkpoint server."""
 
     process: Process
     url: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobReader:
+class JobReader(Value):
     """Asks checkpoint servers, with ``token``.
 
     It asks twice: a healthy job is in another collective the second time, and a hanging job is in the same.
@@ -177,7 +176,6 @@ class JobReader:
             return b"", f"its checkpoint server gave no answer: {describe(error, base, self.tls)}"
 
 
-@dataclass(slots=True)
 class Look(ReadRecordings):
     """The recordings of all processes from one look. ``dumps``: the answers, by process and recorder."""
 

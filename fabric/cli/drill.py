@@ -6,7 +6,6 @@ Exit codes: 0 the job met every expectation, 1 it did not or the drill failed, 1
 import importlib
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 from msgspec import structs
+from msgspec.structs import replace
 from rich.console import Console
 
 from fabric.cli.lighthouse_options import (

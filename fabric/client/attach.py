@@ -43,7 +43,6 @@ from fabric.client.loop.session import Session, SoloSession
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.shutdown import refuse_second_training
 from fabric.client.loop.unshared_objects import UNSHARED, UnsharedWatch
-from fabric.client.process.drill_endpoint import DrillEndpoint
 from fabric.client.process.excepthook import install_excepthook
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim_identity
 from fabric.client.process.journal import Journal
@@ -54,7 +53,6 @@ from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread, PieceFetcher
 from fabric.client.state.snapshots import SnapshotPolicy, Snapshots, policy_of
 from fabric.client.state.state_loader import StateLoader
-from fabric.drill.injection.injector import start_injector
 from fabric.errors import ConfigError, FabricError, ServerLost
 from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.buckets import FlatGradients
@@ -205,6 +203,10 @@ def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:
     """Return the failpoints of this process, which obey a drill if the settings allow drills."""
     points = Failpoints(armed_points())
     if settings.drill:
+        # Only a drilled trainer needs the room of drills, which is a tenth of what a trainer would import.
+        from fabric.client.process.drill_endpoint import DrillEndpoint
+        from fabric.drill.injection.injector import start_injector
+
         points.on_hit = DrillEndpoint(settings.home).hit
         if process.rank == 0:
             start_injector(settings)

@@ -1,9 +1,11 @@
 """The calls of all processes side by side: which processes have entered which collective."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from fabric.collectives.recording import Group, Process, RecordedCollective, Recording
+from fabric.model import Value
 
 _DEFAULT_GROUP = "default_pg"
 _LISTED = 8
@@ -11,8 +13,7 @@ _LISTED = 8
 _SYNCHRONISING = ("all_reduce", "barrier", "all_gather", "all_to_all", "reduce_scatter")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GroupId:
+class GroupId(Value, order=True):
     """One group of one replica. Fabric's own exchange is a group of the whole job: then ``replica`` is empty,
     and ``rank`` says which rank of every replica takes part."""
 
@@ -22,8 +23,7 @@ class GroupId:
     rank: int = -1
 
 
-@dataclass(slots=True)
-class GroupCalls:
+class GroupCalls(Struct):
     """The calls in one group by number and process, and those members of the group that are known."""
 
     group: Group
@@ -40,8 +40,7 @@ class GroupCalls:
         return members[rank] if rank < len(members) else None
 
 
-@dataclass(slots=True)
-class AllCalls:
+class AllCalls(Struct):
     """The recordings of all processes, by group. ``unread``: why the recording of a process is missing."""
 
     recordings: tuple[Recording, ...]

@@ -1,11 +1,11 @@
 """Finds what processes wait for: builds one wait-for graph of all groups, and finds its cycles and ends."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fabric.collectives.calls import AllCalls, GroupCalls, GroupId, is_over
 from fabric.collectives.recording import Process, RecordedCollective
+from fabric.model import Value
 
 DEADLOCK = "deadlock"
 ABSENT = "absent rank"
@@ -21,8 +21,7 @@ VERDICTS = (OPERATION, SIZES, DTYPE, DEADLOCK, ABSENT, STUCK, STRAGGLER, NOTHING
 _MOST_EVIDENCE = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Conclusion:
+class Conclusion(Value):
     """``verdict`` is one of VERDICTS. ``about``: names of processes. ``why`` is one sentence."""
 
     verdict: str
@@ -46,8 +45,7 @@ def bounded(evidence: list[str]) -> tuple[str, ...]:
     return tuple(evidence[:_MOST_EVIDENCE]) + ((f"and {more} more",) if more > 0 else ())
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Value):
     """One process in a call that has not ended. ``absent``: the members that have not entered it, or whose
     recording is missing; empty where all have. ``is_ending``: the call has ended at another member."""
 

@@ -7,13 +7,14 @@ before any is used, so a damaged recording is refused as a whole.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import field
+from msgspec.structs import replace
 
 from fabric.collectives.plain_pickle import MAX_VALUES, BadRecording, load_plain
-from fabric.model import first_of
+from fabric.model import Value, first_of
 
 MAX_BYTES = 64 << 20
 _MAX_ENTRIES = 200_000
@@ -37,8 +38,7 @@ _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/fabric/(?:client|ftar)/|^<froz
 OWN_BACKEND = "fabric"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Process:
+class Process(Value, order=True):
     """One process of a job. ``replica`` is empty where the recordings do not name a replica."""
 
     replica: str
@@ -49,8 +49,7 @@ class Process:
         return f"{self.replica} rank {self.rank}" if self.replica else f"rank {self.rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Value):
     """The processes that call the same collectives in the same order, as one process names them. ``ranks``:
     the members by rank; ``replicas``: the members by replica. Both are empty where unknown."""
 
@@ -65,8 +64,7 @@ class Group:
         return f"group {self.name} ({self.description})" if described else f"group {self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedCollective:
+class RecordedCollective(Value):
     """One call of a process."""
 
     group: Group
@@ -113,8 +111,7 @@ class RecordedCollective:
         return f"{shown} {'/'.join(dict.fromkeys(dtypes))}".strip()
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
+class Recording(Value):
     """All that one process has recorded, oldest first. ``is_partial``: older entries were overwritten."""
 
     process: Process

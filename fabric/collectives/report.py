@@ -3,9 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+from msgspec import Struct, field
 
 from fabric.collectives.calls import AllCalls, GroupCalls, side_by_side
 from fabric.collectives.hangs import (
@@ -24,6 +25,7 @@ from fabric.collectives.hangs import (
     waits,
 )
 from fabric.collectives.recording import Process, RecordedCollective, Recording
+from fabric.model import Value
 
 # Others wait for a straggler for at least this share of all waiting, and at least that share of the time.
 _SHARE_OF_WAITING = 2 / 3
@@ -34,8 +36,7 @@ _LEAST_MS = 1.0
 _HICCUPS = 2
 
 
-@dataclass(slots=True)
-class Arrivals:
+class Arrivals(Struct):
     """How late one process entered the collectives of its groups. ``late_ms``: for every collective that this
     process entered last, the usual wait of the others."""
 
@@ -246,8 +247,7 @@ def _elements_sent(call: RecordedCollective) -> int:
     return sum(map(math.prod, sizes or call.input_sizes or call.output_sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveReport:
+class CollectiveReport(Value):
     """``conclusions``: at least one, the most urgent first."""
 
     calls: AllCalls

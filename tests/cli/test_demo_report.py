@@ -4,12 +4,12 @@ import copy
 import io
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from cli.journals import STEPS, VICTIM, SyntheticRun
+from msgspec.structs import replace
 from rich.console import Console
 
 from fabric.audit.journal import read_run

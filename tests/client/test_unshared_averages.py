@@ -1,6 +1,7 @@
 """An average of the model that a training keeps by hand is refused where no shared state has it."""
 
 import copy
+import itertools
 import re
 import textwrap
 from collections import OrderedDict
@@ -57,12 +58,12 @@ def move(old, new):
     torch.Tensor.lerp_(old, new, 0.1)
 
 
-def train(model, watch, after_update, steps=5):
+def train(model, watch, after_update, steps=5, rate=0.01):
     for step in range(steps):
         watch.look(step)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += 0.01 * (step + 1)
+                parameter += rate * (step + 1)
             after_update()
 
 
@@ -110,6 +111,22 @@ def test_an_average_that_begins_late_is_refused_at_a_later_look():
     assert len(seen) == 30 and shadow
 
 
+@pytest.mark.parametrize("phase", range(10))
+def test_an_average_that_moves_at_every_tenth_step_is_refused(phase):
+    model = network()
+    shadow, average = in_list(model)
+    seen = itertools.count()
+
+    def update():
+        if next(seen) % 10 == phase:
+            for old, new in zip(average, model.parameters(), strict=True):
+                move(old, new)
+
+    with pytest.raises(ConfigError, match="an average of the model"):
+        train(model, AverageWatch(list(model.parameters()), [model]), update, steps=50, rate=0.0001)
+    assert shadow
+
+
 def test_an_average_whose_state_is_shared_is_accepted():
     model = network()
     shadow, average = in_list(model)
@@ -122,22 +139,25 @@ def test_an_average_whose_state_is_shared_is_accepted():
 
 
 def test_other_copies_of_the_model_are_accepted():
-    """A frozen teacher, the weights before the update, the best weights, gradients and moments."""
+    """A frozen teacher, the weights before the update or five updates ago, the best weights, and moments."""
     model = network()
     frozen = copy.deepcopy(model)
     near = [x.detach() * 1.01 for x in model.parameters()]
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
-    best, far = {}, [torch.randn_like(x) for x in model.parameters()]
+    best, far, older = {}, [torch.randn_like(x) for x in model.parameters()], {}
+    seen = itertools.count()
 
     def update():
         best.update(copy.deepcopy(model.state_dict()))
+        if next(seen) % 5 == 0:
+            older.update(copy.deepcopy(dict(model.named_parameters())))
         for name, parameter in model.named_parameters():
             before[name].copy_(parameter - 0.0)
         for tensor in far:
             tensor.neg_()
 
-    train(model, AverageWatch(list(model.parameters()), [model]), update, steps=40)
-    assert frozen and near and best
+    train(model, AverageWatch(list(model.parameters()), [model]), update, steps=50)
+    assert frozen and near and best and older
 
 
 def test_a_copy_of_the_shared_average_that_is_made_in_replayed_steps_is_accepted():

@@ -1,9 +1,9 @@
 """Conclusions from dumps in NCCL's form, generated in ``nccl_dumps.py``: none is from a run on GPUs."""
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from nccl_dumps import dump, entry, pickled
 
 from fabric.collectives.calls import side_by_side

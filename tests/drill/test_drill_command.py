@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 from drill.test_judge import FAULT, STEPS, record
+from msgspec.structs import replace
 
 import fabric.cli.drill as command
 from fabric.cli.main import cli

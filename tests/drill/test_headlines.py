@@ -1,9 +1,9 @@
 """The judge finds each first line of the status that the journals contradict."""
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from fabric.audit.audit import gather
 from fabric.audit.journal import RecordedRun, parse_journal

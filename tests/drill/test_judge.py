@@ -2,11 +2,11 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from cli.journals import STEPS, VICTIM, Entry, SyntheticRun, to_bytes
 from msgspec import structs
+from msgspec.structs import replace
 
 from fabric.audit.journal import RecordedRun, parse_journal
 from fabric.audit.summary import judge

@@ -1,10 +1,10 @@
 """A running job is judged from outside: by the lighthouse's records and status, without a journal."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 
 from fabric.audit.journal import RecordedRun
 from fabric.drill.judge.drill_record import (

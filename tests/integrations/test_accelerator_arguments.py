@@ -20,6 +20,7 @@ from fabric.integrations.accelerate.arguments import (
     CONFIGURATIONS,
     HANDLERS,
     METHODS,
+    check_arguments,
 )
 
 
@@ -39,6 +40,13 @@ def test_every_argument_of_the_installed_release_has_a_row():
 
 def test_every_method_of_the_installed_release_has_a_row():
     assert not {x for x in dir(Accelerator) if not x.startswith("_")} - set(METHODS)
+
+
+@pytest.mark.parametrize(
+    "given", [{"split_batches": False}, {"dynamo_backend": "no"}, {"mixed_precision": "no"}]
+)
+def test_a_default_that_the_user_spells_out_is_accepted(given):
+    check_arguments((), given)
 
 
 def test_a_method_of_a_newer_release_is_refused(monkeypatch):

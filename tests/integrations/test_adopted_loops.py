@@ -3,7 +3,9 @@
 import functools
 import gc
 import itertools
+import os
 import random
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -799,6 +801,68 @@ def test_a_replica_that_does_not_write_leaves_the_file_alone(adopt, tmp_path):
     session.is_writer = False
     adopt(script, session)
     assert not list(tmp_path.iterdir())
+
+
+def _saves_as_many_trainers_do(folder):
+    """A script that saves, renames, copies, links and removes its files, as many trainers do."""
+
+    def script():
+        model, optimizer = make()
+        for epoch in range(3):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            new, last, kept = folder / "tmp.pt", folder / "last.pt", folder / f"epoch-{epoch}"
+            torch.save(model.state_dict(), new)
+            new.replace(last)
+            kept.mkdir(exist_ok=True)
+            torch.save(model.state_dict(), kept / "model.pt")
+            os.link(last, kept / "linked.pt")
+            shutil.copy2(last, kept)
+            shutil.copyfile(src=last, dst=folder / "best.pt")
+            (folder / "best.pt").rename(folder / "best-so-far.pt")
+            if epoch:
+                (folder / "newest").unlink()
+                shutil.rmtree(folder / f"epoch-{epoch - 1}")
+            (folder / "newest").symlink_to(f"epoch-{epoch}/model.pt")
+
+    return script
+
+
+def test_the_writer_renames_copies_and_removes_the_saved_files(adopt, tmp_path):
+    adopt(_saves_as_many_trainers_do(tmp_path))
+    names = {str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*")}
+    kept = {"epoch-2", "epoch-2/model.pt", "epoch-2/last.pt", "epoch-2/linked.pt"}
+    assert names == {"last.pt", "best-so-far.pt", "newest", *kept}
+    assert torch.load(tmp_path / "newest").keys() == {"weight", "bias"}
+
+
+def test_a_replica_that_does_not_write_does_not_look_for_the_saved_files(adopt, tmp_path):
+    session = ScriptedSession()
+    session.is_writer = False
+    adopt(_saves_as_many_trainers_do(tmp_path), session)
+    assert {x.name for x in tmp_path.iterdir()} == {"epoch-0", "epoch-1", "epoch-2"}
+
+
+def test_a_replica_that_writes_from_now_on_finds_no_file_that_the_one_before_has_removed(adopt, tmp_path):
+    session = ScriptedSession()
+    session.is_writer = False
+
+    def script():
+        model, optimizer = make()
+        for epoch in range(2):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            torch.save(model.state_dict(), tmp_path / f"{epoch}.pt")
+            session.is_writer = True
+            if epoch:
+                (tmp_path / "0.pt").unlink()
+                with pytest.raises(FileNotFoundError):
+                    (tmp_path / "1.pt").replace(tmp_path / "nowhere" / "1.pt")
+                with pytest.raises(FileNotFoundError):
+                    (tmp_path / "unknown.pt").unlink()
+
+    adopt(script, session)
+    assert [x.name for x in tmp_path.iterdir()] == ["1.pt"]
 
 
 def test_disabled_the_script_runs_as_it_is(adopt, monkeypatch):

@@ -55,6 +55,7 @@ class Checks:
         # The record of each epoch in which a process acts: a restored store gives a number to two rosters.
         self.told: dict[tuple[str, int], Record] = {}
         self.is_restored = False  # whether the store was put back, and no epoch leads above all others yet
+        self.lost_generations: set[int] = set()  # those that a store was put back over
         # (generation, step) -> digest of the applied gradient
         self.gradients: dict[tuple[int, int], str] = {}
         self.states: dict[tuple[int, int], str] = {}
@@ -128,6 +129,7 @@ class Checks:
     def restored(self, copy: Record) -> None:
         """The store holds an older ``copy`` of itself: the next epochs follow no record that it holds."""
         self.is_restored = True
+        self.lost_generations.update(x.generation for x in self.records if x.generation > copy.generation)
         if self.penalties is not None:
             self.penalties.restored(copy)
 
@@ -471,8 +473,10 @@ class Checks:
         """
         who, key = trainer.name, (trainer.host, trainer.incarnation)
         last = next(r for r in reversed(self.records) if r.generation == generation)
-        if last.store_id != self.records[-1].store_id and self.promises.get(who, 0) <= last.epoch:
-            # the store was wiped and this process does not know it: an empty store does not wait for it
+        is_forgotten = last.store_id != self.records[-1].store_id or last.generation in self.lost_generations
+        if is_forgotten and self.promises.get(who, 0) <= last.epoch:
+            # This process does not know that the store was wiped, or put back to an older generation. Such a
+            # store names no process to wait for.
             return
         awaited = any((x.replica, x.incarnation) == key and not x.joining for x in last.roster)
         roster = {f"{x.replica}.{x.incarnation}" for x in self.told[trainer.name, prepared.epoch].roster}

@@ -5,6 +5,7 @@ few steps have fewer bytes than a state. The faults are those of plain worlds, o
 a host of a replica may also be lost with its memory.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from sim.ranks import RANK_FAULTS, RankWorld
 from sim.world import Settings, World, choose_settings
 
 from fabric.protocol.leader import joins
+from fabric.protocol.member.serving import SnapshotServing
 from fabric.protocol.messages import leader_events
+from fabric.protocol.messages.network import TakeSnapshotFor
 
 REQUIRED = (
     *("own: begins", "own: begins behind", "own: from memory", "path: replay", "path: cold start"),
@@ -93,6 +96,17 @@ def long_steps(clockwork: Clockwork) -> Settings:
     settings.member = replace(settings.member, replay_steps=clockwork.random.choice((1, 3, 3, 8)))
     settings.snapshots, settings.kept = 0.7, 5
     return settings
+
+
+def keep_gradients_outside(patch: pytest.MonkeyPatch) -> None:
+    """Bug: a process outside keeps gradients, as the process before it was asked to, and nobody ends that."""
+    serve = SnapshotServing.on_serve
+
+    def on_serve(serving: SnapshotServing, message: TakeSnapshotFor) -> None:
+        serving._keep_gradients(message.joiner, math.inf)
+        serve(serving, message)
+
+    patch.setattr(SnapshotServing, "on_serve", on_serve)
 
 
 def insist_on_its_own_memory(patch: pytest.MonkeyPatch) -> None:

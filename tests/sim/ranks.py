@@ -79,6 +79,7 @@ class Lane:
         self.checks = world.checks_class(settings.micro_batches, settings.min_replicas, settings.sharing)
         self.checks.rank = rank
         self.checks.records, self.checks.by_epoch = world.checks.records, world.checks.by_epoch
+        self.checks.lost_generations = world.checks.lost_generations
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.world, name)

@@ -40,6 +40,7 @@ class _Told(World):
     def __init__(self, seed: int, **options: Any) -> None:
         self._progress = (0, 0.0)  # the number of committed steps, and the time since which it is unchanged
         self._spoke = 0.0  # when the status last named a wait, or need not have named one
+        self._epoch = 0  # the newest epoch: it begins a wait of its own
         super().__init__(seed, **options)
         self.clockwork.at(LOOK_S, self._look)
 
@@ -53,8 +54,9 @@ class _Told(World):
         stands = now - self._progress[1] > LONG_S and record is not None and not record.complete
         said = waiting_for(leader.core, leader.clock()) if stands else ""
         self.clockwork.counts["swarm: the status says why the job stands"] += bool(said)
-        if not said.startswith("nothing"):
-            self._spoke = now
+        epoch = record.epoch if record is not None else self._epoch
+        if epoch != self._epoch or not said.startswith("nothing"):
+            self._spoke, self._epoch = now, epoch
         quiet_s = now - self._spoke
         words = f"for {quiet_s:.1f} s of a long wait the status said {said!r}"
         demand(quiet_s <= self.patience * QUIET_S, words)

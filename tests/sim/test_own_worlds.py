@@ -18,5 +18,9 @@ def test_replicas_begin_again_from_their_own_hosts_memory(kind, required):
     noticing.meet(kind, required, SEEDS)
 
 
+def test_the_simulator_notices_gradients_that_a_process_outside_keeps():
+    noticing.find(own_worlds.keep_gradients_outside, "own-ranks", range(SEEDS))
+
+
 def test_the_simulator_notices_a_newcomer_that_gets_its_own_state_again_and_again():
     noticing.find(own_worlds.insist_on_its_own_memory, "own", range(SEEDS))

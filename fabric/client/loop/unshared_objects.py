@@ -48,8 +48,9 @@ UNSHARED = ("refuse", "ignore")
 _DEPTH = 6
 _PARTS = 10_000
 _OF_OPTIMIZER = ("state", "param_groups", "defaults")  # they are many, and hold no other optimizer
-# Looks come in pairs: the first steps may have a learning rate of zero, and an average may begin late.
+# Looks come in windows: the first steps may have a learning rate of zero, and an average may begin late.
 _FIRST_LOOKS = (3, 30, 300, 3000, 30_000)
+_WATCHED = 4  # so many parameters or a few more are enough to tell a copy from an average
 # Each tensor is known by at most so many of its elements, evenly spread.
 _SAMPLE = 64
 # A copy whose distance from the parameters is above this part of their norm is none.
@@ -172,29 +173,48 @@ class AverageWatch:
         self._parameters = parameters
         self._shared = shared
         self._step, self._steps = -1, 0  # the newest step, and the number of steps of this process
-        self._known: set[_Sample] = set()  # samples of the parameters, and of copies, at earlier looks
+        self._known: set[_Sample] | None = (
+            None  # samples of watched parameters, and of copies, in this window
+        )
+        self._watched = range(0)  # the places of these parameters
         self._ignored = sum(x.numel() for x in parameters) < _FEWEST
 
     def look(self, step: int) -> None:
         """Look, where ``step`` is the first or second of a pair of looks. Call it before each update."""
         if self._ignored or step == self._step:
             return
-        # Steps that this process replays may lie between two looks: then the first of the pair comes again.
-        self._steps += self._steps not in _FIRST_LOOKS or step == self._step + 1
+        begin, end = self._window()
+        # Steps that this process replays may lie between two looks: then the window begins again.
+        self._steps = begin if begin <= self._steps < end and step != self._step + 1 else self._steps + 1
         self._step = step
-        looks = self._steps == 1 or not {self._steps, self._steps - 1}.isdisjoint(_FIRST_LOOKS)
-        if not looks or not all(map(_is_readable, self._parameters)):
-            return
-        if self._steps == 1:
+        begin, end = self._window()
+        if self._steps == 1 and all(map(_is_readable, self._parameters)):
             self._read_sources()
-        if self._steps in _FIRST_LOOKS:
-            self._known = set(map(_sample, self._parameters))
-            self._known.update(x for _, copy in self._copies() for x in copy)
-        elif self._steps - 1 in _FIRST_LOOKS:
-            for what, copy in self._copies():
-                if not self._known.issuperset(copy):
-                    raise self._refusal(what)
+        if not begin <= self._steps <= end:
+            return
+        if self._steps == begin:
             self._known = set()
+            self._watched = range(0, len(self._parameters), max(1, len(self._parameters) // _WATCHED))
+        is_checked = self._steps in (begin, begin + 1, end)
+        needed = self._parameters if is_checked else [self._parameters[i] for i in self._watched]
+        if self._known is None or not all(map(_is_readable, needed)):
+            self._known = None  # this window has missed values of the model
+            return
+        copies = self._copies() if is_checked else ()
+        for what, copy in copies:
+            samples = {copy[i] for i in self._watched}
+            if self._steps > begin and not self._known.issuperset(samples):
+                raise self._refusal(what)
+            self._known |= samples
+        self._known.update(_sample(self._parameters[i]) for i in self._watched)
+
+    def _window(self) -> tuple[int, int]:
+        """Return the newest window that has begun: the numbers of its first and its last look.
+
+        An average that moves at every k-th step moves within a window of k steps.
+        """
+        begin = max((x for x in _FIRST_LOOKS if x <= self._steps), default=-1)
+        return begin, begin + begin // 2
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(

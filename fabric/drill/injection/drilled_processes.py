@@ -10,10 +10,10 @@ import os
 import select
 import signal
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 
 from fabric.errors import Refused
+from fabric.model import Value
 from fabric.runtime.guarded_processes import MARK
 from fabric.runtime.process_environment import is_standby
 
@@ -52,8 +52,7 @@ class ProcessTarget:
         return not self.is_gone and _stat(self.pid)[:1] == ["T"]
 
 
-@dataclass(frozen=True, slots=True)
-class FoundProcess:
+class FoundProcess(Value):
     """One process whose environment allows a drill."""
 
     pid: int

@@ -16,17 +16,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
 from fabric.drill.injection.played_faults import PLAYERS, Evidence, PlayedFault, Script
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import FabricError, ProtocolError, Refused
+from fabric.model import Value
 from fabric.runtime.config import Settings, settings
 from fabric.runtime.drill_orders import MOST_SECONDS, proof_of
 from fabric.runtime.http.lighthouse_client import Lighthouses
@@ -50,8 +51,7 @@ _PAUSE_S = 0.5
 _PLAY_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerAddress:
+class TrainerAddress(Value):
     """The trainer of an injector, as the trainer names itself."""
 
     pid: int

@@ -11,8 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec import Struct, field
 
 from fabric.errors import ConfigError
 
@@ -26,8 +27,7 @@ _HOLD_S = 0.05
 _GRADIENT_BYTES = 2048
 
 
-@dataclass
-class LinkWeather:
+class LinkWeather(Struct):
     """The faults of one replica's links, and what they have done. The relays read it for every piece."""
 
     holds_to: bool = False  # hold the bytes to the replica

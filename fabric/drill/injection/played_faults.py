@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import field
 
 from fabric.drill.injection.drilled_processes import DrilledProcesses, ProcessTarget
 from fabric.drill.injection.undo_guard import UndoGuard
@@ -115,7 +116,6 @@ ORDERS: Mapping[str, tuple[str, str]] = {
 }
 
 
-@dataclass
 class PlayedFault(InjectedFault):
     """One fault, from its beginning to the evidence that it is over."""
 

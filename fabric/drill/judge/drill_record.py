@@ -5,20 +5,21 @@ with their types checked.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.audit.journal import RecordedRun
 from fabric.errors import ProtocolError
+from fabric.model import Value
 
 # After this fault the job begins again from the newest snapshot in memory.
 WIPED = "wipe-store"
 
 
-@dataclass(slots=True)
-class InjectedFault:
+class InjectedFault(Struct):
     """One fault of a drill."""
 
     name: str  # the fault's name in the table of faults
@@ -45,8 +46,7 @@ class InjectedFault:
         return f"{self.name} {about}" if about else self.name
 
 
-@dataclass(frozen=True, slots=True)
-class StepSighting:
+class StepSighting(Value):
     """The lighthouse's status said at ``t`` that ``replica`` had the state of step ``step``."""
 
     t: float
@@ -54,8 +54,7 @@ class StepSighting:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class HeadlineSighting:
+class HeadlineSighting(Value):
     """The first line of the lighthouse's status at ``t``."""
 
     t: float
@@ -93,8 +92,7 @@ def read_recoveries(entries: Sequence[object]) -> tuple[RecoveryFacts, ...]:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class DrillRecord:
+class DrillRecord(Value):
     """Everything that the judge reads."""
 
     run: RecordedRun

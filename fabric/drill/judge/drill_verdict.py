@@ -5,15 +5,17 @@ import re
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
+
+from msgspec.structs import replace
 
 from fabric.audit.audit import Evidence, finished
 from fabric.audit.journal import JournalLine, lines_of
 from fabric.audit.summary import RunSummary, Verdict, judge
 from fabric.drill.judge.drill_record import WIPED, DrillRecord, HeadlineSighting, InjectedFault, RecoveryFacts
 from fabric.drill.judge.expectations import DEFAULTS, MAY_LOSE, Expectation, MeasureUnit, parse_expectation
+from fabric.model import Value
 
 # Times of commits, by replica and for the whole job, from which the judge measures waits.
 #
@@ -27,8 +29,7 @@ _NOTED = ("start", "abort", "epoch", "resume", "outside", "join", "joined", "fin
 MAX_NOTES = 60
 
 
-@dataclass(frozen=True, slots=True)
-class CommitGap:
+class CommitGap(Value):
     """The time between two live commits of one process, or from its last commit to the drill's end."""
 
     replica: str
@@ -260,8 +261,7 @@ class OutsideTimes(JobTimes):
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Value):
     """One expectation after the drill."""
 
     expectation: str
@@ -271,7 +271,6 @@ class Outcome:
     why: str = ""  # the reason of a failure, or why there is no value, in one sentence
 
 
-@dataclass(frozen=True, slots=True)
 class DrillVerdict(Verdict):
     """The whole result. ``mistakes``: faults that did nothing, or whose end the drill has not seen."""
 

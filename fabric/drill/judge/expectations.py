@@ -4,10 +4,10 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
 from fabric.errors import ConfigError
+from fabric.model import Value
 
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
@@ -62,8 +62,7 @@ DEFAULTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Expectation:
+class Expectation(Value):
     """One bound on one measure; a measure of unit TRUTH has no bound."""
 
     text: str

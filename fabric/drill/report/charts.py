@@ -6,15 +6,15 @@ the page, so the pictures follow its light or dark scheme.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
+
+from fabric.model import Value
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000, 58, 16, 18, 30
 COLOURS = 6
 
 
-@dataclass(frozen=True, slots=True)
-class ChartPoint:
+class ChartPoint(Value):
     """One value of one replica at ``t`` seconds; ``hollow`` draws it as a circle of its own."""
 
     t: float
@@ -23,8 +23,7 @@ class ChartPoint:
     hollow: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ChartMark:
+class ChartMark(Value):
     """A vertical line at ``t`` seconds: ``kind`` is the CSS class, ``kill`` or ``join``."""
 
     t: float
@@ -32,8 +31,7 @@ class ChartMark:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChartSpan:
+class ChartSpan(Value):
     """A time from ``start`` to ``end`` seconds; ``epoch``: of a replica, None while it catches up."""
 
     start: float
@@ -42,8 +40,7 @@ class ChartSpan:
     epoch: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChartTime:
+class ChartTime(Value):
     """The wall time of a run, from 0 to ``seconds``, with the events that every picture shows."""
 
     seconds: float
@@ -51,8 +48,7 @@ class ChartTime:
     faults: Sequence[ChartSpan] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ChartFrame:
+class ChartFrame(Value):
     """The plotting area: the time of ``run``, and values from ``low`` to ``high``."""
 
     run: ChartTime

@@ -4,13 +4,14 @@ import json
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 from xml.etree import ElementTree
+
+from msgspec.structs import asdict
 
 from fabric.audit.journal import JournalLine, ReplicaJournal, lines_of
 from fabric.audit.summary import RunSummary, mean_loss, step_gaps
@@ -26,13 +27,12 @@ from fabric.drill.report.charts import (
     curves,
     rosters,
 )
-from fabric.model import printable
+from fabric.model import Value, printable
 
 # A verdict as tables of text, for the terminal and for the pages of the drill and of the demo.
 
 
-@dataclass(frozen=True, slots=True)
-class TextTable:
+class TextTable(Value):
     """A table with its title; every cell is text."""
 
     title: str

@@ -4,8 +4,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fabric.audit.journal import RecordedRun, read_run
 from fabric.drill.injection.drilled_processes import DrilledProcesses
@@ -23,6 +25,7 @@ from fabric.drill.run.started_faults import DrillScene, play
 from fabric.drill.run.started_job import JobOptions, StartedJob
 from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
 from fabric.errors import FabricError
+from fabric.model import Value
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
 # Each replica commits so many steps after a fault before the next.
@@ -70,8 +73,7 @@ class StatusPoller:
                 self.headlines.append(HeadlineSighting(now, text))
 
 
-@dataclass
-class ScheduledDrill:
+class ScheduledDrill(Struct):
     """Plays a schedule against a job. ``say`` gets a sentence for each thing that happens."""
 
     client: Lighthouses
@@ -161,8 +163,7 @@ class ScheduledDrill:
         return None if problem else recoveries
 
 
-@dataclass(frozen=True, slots=True)
-class DrillRun:
+class DrillRun(Value):
     """One drill of a job that it starts."""
 
     options: JobOptions

@@ -2,9 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from fabric.audit.journal import MAX_LINE_BYTES, decode_entry
 from fabric.audit.summary import mean_loss
@@ -13,8 +14,7 @@ from fabric.audit.summary import mean_loss
 _KEPT_TIMES = 10_000
 
 
-@dataclass(slots=True)
-class WatchedReplica:
+class WatchedReplica(Struct):
     """One replica. ``step`` counts the committed steps of its newest process."""
 
     replica: str

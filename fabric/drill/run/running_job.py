@@ -4,10 +4,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from fabric.audit.journal import RecordedRun, read_journals
 from fabric.drill.judge.drill_record import DrillRecord, InjectedFault
@@ -15,6 +16,7 @@ from fabric.drill.run.drill_loop import BACK_STEPS, ScheduledDrill
 from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
 from fabric.drill.schedule.fault_table import FaultNeed, FaultScope
 from fabric.errors import FabricError, Refused
+from fabric.model import Value
 from fabric.runtime.http.lighthouse_client import Lighthouses, understood
 from fabric.runtime.system_calls import boot_id
 
@@ -24,8 +26,7 @@ _POLL_S = 0.2
 SEEN_S, UNDONE_S = 120.0, 240.0
 
 
-@dataclass(frozen=True, slots=True)
-class DrilledReplica:
+class DrilledReplica(Value):
     """A replica that allows drills."""
 
     replica: str

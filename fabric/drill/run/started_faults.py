@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +34,7 @@ from fabric.drill.run.journal_watch import JournalWatch
 from fabric.drill.run.started_job import StartedJob
 from fabric.drill.schedule.drill_schedule import ScheduledFault
 from fabric.errors import FabricError, Refused
+from fabric.model import Value
 from fabric.runtime.drill_orders import PointOrder
 from fabric.runtime.local_job import POLL_S, wait_for
 
@@ -50,8 +50,7 @@ _STEPS_AHEAD = 5
 _FLIPPED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class DrillScene:
+class DrillScene(Value):
     """Everything that a fault may touch."""
 
     processes: DrilledProcesses

@@ -9,12 +9,14 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import field
 
 from fabric.drill.injection.link_relay import LinkRelay, LinkWeather
 from fabric.drill.schedule.fault_table import FaultNeed
 from fabric.errors import ConfigError, FabricError, Refused
+from fabric.model import Value
 from fabric.runtime.guarded_processes import Processes
 from fabric.runtime.local_job import LocalJob
 from fabric.runtime.system_calls import available_bytes
@@ -80,8 +82,7 @@ class SmallDisk:
             raise Refused(f"{' '.join(command)} failed ({done.stderr.strip()}): leave disk-full away")
 
 
-@dataclass(frozen=True, slots=True)
-class JobOptions:
+class JobOptions(Value):
     """The job that a drill starts."""
 
     out: Path

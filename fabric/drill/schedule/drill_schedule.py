@@ -4,13 +4,13 @@ import math
 import random
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 
 from fabric.drill.schedule.fault_table import AIMED, FAULTS, FaultKind, FaultNeed, kind_of, obstacle
 from fabric.errors import ConfigError
+from fabric.model import Value
 
 # The faults that can hit a point of a step, and the failpoints that every step of a trainer passes.
 POINTED = ("kill", "hang")
@@ -23,8 +23,7 @@ _RANDOM = re.compile(r"([0-9]{1,9})(?: every (\S+))?(?: for (\S+))?")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|min|m|h)")
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledFault:
+class ScheduledFault(Value):
     """One fault of a schedule. ``after_s`` counts from the moment at which the job was warm."""
 
     fault: str
@@ -68,8 +67,7 @@ class _Plan(msgspec.Struct, forbid_unknown_fields=True):
     expect: list[str] = []
 
 
-@dataclass(frozen=True, slots=True)
-class DrillSchedule:
+class DrillSchedule(Value):
     """All faults of a drill in order of time, and the expectations of its plan."""
 
     faults: tuple[ScheduledFault, ...]

@@ -1,10 +1,10 @@
 """Every fault of the drill: its action, its needs, its evidence and its end."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
 from fabric.errors import ConfigError
+from fabric.model import Value
 
 
 class FaultScope(StrEnum):
@@ -36,8 +36,7 @@ class FaultNeed(StrEnum):
 AIMED = (FaultScope.REPLICA, FaultScope.TWO, FaultScope.REPLICA_HOST)
 
 
-@dataclass(frozen=True, slots=True)
-class FaultKind:
+class FaultKind(Value):
     """One row of the table."""
 
     name: str

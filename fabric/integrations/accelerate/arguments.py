@@ -30,7 +30,12 @@ ACCELERATOR = ArgumentTable(
         refused | it spreads a replica over several processes, and FabricAccelerator is one process per
         replica
     """,
-    {"mixed_precision": lambda x: x in ("no", "fp16", "bf16")},
+    {
+        "mixed_precision": lambda x: x in ("no", "fp16", "bf16"),
+        # accelerate's own defaults stand for these values.
+        "split_batches": lambda x: x is False,
+        "dynamo_backend": lambda x: str(getattr(x, "value", x)).lower() == "no",
+    },
 )
 CONFIGURATIONS = {
     DataLoaderConfiguration: ArgumentTable(

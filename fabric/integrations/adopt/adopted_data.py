@@ -351,7 +351,8 @@ class AdoptedData:
             if self._unused:
                 raise ConfigError(
                     f"the script reads the DataLoader over {_name(self._loader)} with gradients on, and runs "
-                    f"no backward pass before it reads the next batch: {_WHOLE}, or {OWN_WAY}"
+                    f"no backward pass before it reads the next batch: switch a prefetcher off, {_WHOLE}, or "
+                    f"{OWN_WAY}"
                 )
 
     def _enter_pass(self) -> tuple[int, int]:

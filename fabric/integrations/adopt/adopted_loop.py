@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -289,24 +290,35 @@ class AdoptedLoop:
 _ENTRY = "fabric-step.json"
 _MAX_BYTES = 4096
 Call = Callable[..., Any]
+# Scripts rename, copy and remove the files that they have saved by these functions.
+_CHANGES = {
+    os: ("replace", "rename", "remove", "unlink", "link"),
+    shutil: ("copyfile", "copy", "copy2", "copytree", "move", "rmtree"),
+}
 
 
 class SavedFiles:
     """Stands for ``torch.save`` and ``torch.load`` while ``loop`` runs; ``job`` is the job's name.
 
-    One replica writes each file, under another name first. The file has an entry more, with the step of the
-    loop. So a script that goes on from its own file, as after a restart, begins at that step.
+    One replica writes each file, under another name first. It alone renames, copies and removes the file.
+    The file has an entry more, with the step of the loop. So a script that goes on from its own file, as
+    after a restart, begins at that step.
     """
 
     def __init__(self, loop: AdoptedLoop, job: str) -> None:
         self._loop = loop
         self._job = job
+        self._names: set[Path] = (
+            set()
+        )  # of the files that the script has saved or loaded, and of their copies
 
     def save(self, original: Callable[..., None], obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
         """Write the file at the one replica that writes; streams are the script's own matter."""
         if not isinstance(f, str | os.PathLike):
             original(obj, f, *arguments, **named)
-        elif self._loop.is_writer:
+            return
+        self._names.add(Path(f).absolute())
+        if self._loop.is_writer:
             path = Path(f)
             partial = path.with_name(f".{path.name}.{os.getpid()}")
             try:
@@ -323,6 +335,7 @@ class SavedFiles:
         """
         if not isinstance(f, str | os.PathLike):
             return original(f, *arguments, **named)
+        self._names.add(Path(f).absolute())
         path, read = Path(f), False
         while not read:
             before = _identity(path)
@@ -332,6 +345,31 @@ class SavedFiles:
             step, batches, skipped = (int(noted.get(x, 0)) for x in ("step", "batches", "skipped"))
             self._loop.resume_at(step, batches, skipped)
         return value
+
+    def change(self, original: Call, *arguments: Any, **named: Any) -> Any:
+        """Rename, copy or remove a saved file at the replica that writes; others are the script's matter.
+
+        A file or folder that is not there was changed by the replica that wrote before.
+        """
+        values = (*arguments, *named.values())
+        paths = [Path(x).absolute() for x in values if isinstance(x, str | os.PathLike)]
+        is_relative = any(x.endswith("dir_fd") and named[x] is not None for x in named)
+        if is_relative or not paths or not any(paths[0] in (x, *x.parents) for x in self._names):
+            return original(*arguments, **named)
+        for target in paths[1:]:
+            self._names |= {target, target / paths[0].name}
+        if self._loop.is_writer:
+            try:
+                return original(*arguments, **named)
+            except FileNotFoundError:
+                if os.path.lexists(paths[0]):
+                    raise
+        return paths[-1]
+
+    def symlink(self, original: Call, src: Any, dst: Any, *arguments: Any, **named: Any) -> None:
+        """Make the link at the replica that writes, if it names a saved file, seen from the link's folder."""
+        target = Path(dst).absolute().parent / src
+        self.change(lambda *_: original(src, dst, *arguments, **named), target, dst)
 
     def _note_step(self, path: Path) -> None:
         if self._loop.session is None or not zipfile.is_zipfile(path):
@@ -391,6 +429,12 @@ def patched(loop: AdoptedLoop, job: str) -> Iterator[None]:
             (DataLoader, "__len__", _length),
             (torch, "save", lambda _, original: functools.partial(files.save, original)),
             (torch, "load", lambda _, original: functools.partial(files.load, original)),
+            (os, "symlink", lambda _, original: functools.partial(files.symlink, original)),
+            *(
+                (owner, name, lambda _, original: functools.partial(files.change, original))
+                for owner, names in _CHANGES.items()
+                for name in names
+            ),
         ):
             original = getattr(owner, name)
             setattr(owner, name, replace(loop, original))

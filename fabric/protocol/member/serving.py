@@ -39,7 +39,9 @@ class SnapshotServing(Struct, eq=False):
     _save_at: float = -math.inf  # the earliest time of the next try
 
     def on_serve(self, message: m.TakeSnapshotFor) -> None:
-        self._keep_gradients(message.joiner, math.inf)
+        # A request to the process before me may come to me, and no order to stop would: I am outside.
+        if self._epochs.mode is not Mode.OUTSIDE:
+            self._keep_gradients(message.joiner, math.inf)
         if self._epochs.mode not in (Mode.RUN, Mode.CATCH_UP) or message.step < self._memory.state.step:
             missed = m.SnapshotTaken(self._epochs.fence(), message.joiner, message.step, "")
             self._context.emit(io.SendLeader(missed))

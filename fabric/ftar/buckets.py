@@ -113,6 +113,7 @@ class FlatGradients:
         self.parameters: tuple[NamedParameter, ...] = tuple(
             (name, p) for name, p in parameters if p.requires_grad
         )
+        self._sharded = [p for _, p in self.parameters if hasattr(p, "placements")]
         _check_parameters(self.parameters)
         lines = tuple(
             f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in self.parameters
@@ -137,10 +138,10 @@ class FlatGradients:
     def settle(self) -> None:
         """Complete gradients that are partial sums over the replica's ranks, in their parameters' placement.
         A collective: all ranks of the replica call it at the same point."""
-        for _, parameter in self.parameters:
-            sharded: Any = parameter.grad
-            if not is_complete(parameter) and hasattr(sharded, "redistribute"):
-                parameter.grad = sharded.redistribute(placements=getattr(parameter, "placements", None))
+        for parameter in self._sharded:
+            gradient: Any = parameter.grad
+            if not is_complete(parameter) and hasattr(gradient, "redistribute"):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
 
     def gather(self, into: torch.Tensor) -> None:
         """Copy every ``.grad`` into the buffer. Missing gradients and gaps become zeros.
@@ -262,11 +263,15 @@ class FlatGradients:
         _check_weight(weight)
         own = [(name, local_part(p.grad)) for name, p in self.parameters if p.grad is not None]
         # Where parameters share one gradient, it is divided once. A DTensor itself has no address.
-        for name, local in {local.data_ptr(): (name, local) for name, local in own}.values():
-            if self.scale != 1.0:
-                local.mul_(self.scale)
-            if name not in self.of_one and weight != 1.0:
-                local.div_(weight)
+        once = list({local.data_ptr(): (name, local) for name, local in own}.values())
+        for _, local in once if self.scale != 1.0 else ():
+            local.mul_(self.scale)
+        parts = [local for name, local in once if name not in self.of_one] if weight != 1.0 else []
+        if parts and parts[0].is_cpu:
+            torch._foreach_div_(parts, weight)
+        else:  # on a device it gives other bits than ``scatter``
+            for part in parts:
+                part.div_(weight)
 
     def _check_buffer(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.shape != (self.nbytes,):

@@ -131,8 +131,10 @@ class LocalState:
         """Digest and snapshot the state if due; return the digest, and whether the digest comes later."""
         wanted, self.digest_wanted = self.digest_wanted, False
         step, parts, in_job = self._progress.state_step, self._parts, self._engine.generation > 0
-        # Digest while forward and backward run, but not during catch-up.
         takes_part = in_job and self._engine.epoch > 0 and not self._progress.behind
+        if wanted and takes_part and self._process.group is None:
+            wanted = self._engine.may_be_asked()  # else there is no state to compare this one with
+        # Digest while forward and backward run, but not during catch-up.
         later = wanted and self._digests and takes_part and self._content is None
         digest, copied = "" if later else self.digest_if(wanted), False
         if in_job:

@@ -110,10 +110,8 @@ class FlatGradients:
         self.scale = 1.0  # factor for gradients when they are gathered
         # Parameters whose sum is the value of one member: it is not divided by the weight.
         self.of_one: frozenset[str] = frozenset()
-        self.parameters: tuple[NamedParameter, ...] = tuple(
-            (name, p) for name, p in parameters if p.requires_grad
-        )
-        self._sharded = [p for _, p in self.parameters if hasattr(p, "placements")]
+        self.parameters = tuple((name, p) for name, p in parameters if p.requires_grad)
+        self._sharded: list[Any] = [p for _, p in self.parameters if hasattr(p, "placements")]
         _check_parameters(self.parameters)
         lines = tuple(
             f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in self.parameters
@@ -139,9 +137,8 @@ class FlatGradients:
         """Complete gradients that are partial sums over the replica's ranks, in their parameters' placement.
         A collective: all ranks of the replica call it at the same point."""
         for parameter in self._sharded:
-            gradient: Any = parameter.grad
-            if not is_complete(parameter) and hasattr(gradient, "redistribute"):
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+            if not is_complete(parameter) and hasattr(parameter.grad, "redistribute"):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def gather(self, into: torch.Tensor) -> None:
         """Copy every ``.grad`` into the buffer. Missing gradients and gaps become zeros.
@@ -256,20 +253,17 @@ class FlatGradients:
 
     @torch.no_grad()
     def divide(self, weight: float) -> None:
-        """Do in place what ``gather`` and ``scatter`` do in a job of one member, with the same bits.
+        """Do in place what ``scatter`` does in a job of one member, with the same bits.
 
         Raises StateError, before it writes, for a weight by which it cannot divide.
         """
         _check_weight(weight)
-        own = [(name, local_part(p.grad)) for name, p in self.parameters if p.grad is not None]
+        own = [p.grad for name, p in self.parameters if p.grad is not None and name not in self.of_one]
         # Where parameters share one gradient, it is divided once. A DTensor itself has no address.
-        once = list({local.data_ptr(): (name, local) for name, local in own}.values())
-        for _, local in once if self.scale != 1.0 else ():
-            local.mul_(self.scale)
-        parts = [local for name, local in once if name not in self.of_one] if weight != 1.0 else []
+        parts = list({x.data_ptr(): x for x in map(local_part, own)}.values()) if weight != 1.0 else []
         if parts and parts[0].is_cpu:
             torch._foreach_div_(parts, weight)
-        else:  # on a device it gives other bits than ``scatter``
+        else:  # on a device a list gets other bits than in ``scatter``
             for part in parts:
                 part.div_(weight)
 

@@ -101,6 +101,7 @@ class SnapshotTrainer:
         if not isinstance(session, fabric.client.Session):
             raise SystemExit("snapshot_trainer.py: there are no snapshots with FABRIC_DISABLE: unset it")
         self.session = session
+        session._parts.slots.wanted = True  # noqa: SLF001  (as if another replica had come)
         samples = torch.arange(1, 1001, dtype=torch.float32)
         data = self.session.loader(samples, global_batch_size=1, micro_batch_size=1, seed=1)
         self._steps = self.session.steps(data, until=1_000_000)

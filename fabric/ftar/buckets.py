@@ -110,9 +110,8 @@ class FlatGradients:
         self.scale = 1.0  # factor for gradients when they are gathered
         # Parameters whose sum is the value of one member: it is not divided by the weight.
         self.of_one: frozenset[str] = frozenset()
-        self.parameters: tuple[NamedParameter, ...] = tuple(
-            (name, p) for name, p in parameters if p.requires_grad
-        )
+        self.parameters = tuple((name, p) for name, p in parameters if p.requires_grad)
+        self._sharded: list[Any] = [p for _, p in self.parameters if hasattr(p, "placements")]
         _check_parameters(self.parameters)
         lines = tuple(
             f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in self.parameters
@@ -137,10 +136,9 @@ class FlatGradients:
     def settle(self) -> None:
         """Complete gradients that are partial sums over the replica's ranks, in their parameters' placement.
         A collective: all ranks of the replica call it at the same point."""
-        for _, parameter in self.parameters:
-            sharded: Any = parameter.grad
-            if not is_complete(parameter) and hasattr(sharded, "redistribute"):
-                parameter.grad = sharded.redistribute(placements=getattr(parameter, "placements", None))
+        for parameter in self._sharded:
+            if not is_complete(parameter) and hasattr(parameter.grad, "redistribute"):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def gather(self, into: torch.Tensor) -> None:
         """Copy every ``.grad`` into the buffer. Missing gradients and gaps become zeros.
@@ -255,18 +253,19 @@ class FlatGradients:
 
     @torch.no_grad()
     def divide(self, weight: float) -> None:
-        """Do in place what ``gather`` and ``scatter`` do in a job of one member, with the same bits.
+        """Do in place what ``scatter`` does in a job of one member, with the same bits.
 
         Raises StateError, before it writes, for a weight by which it cannot divide.
         """
         _check_weight(weight)
-        own = [(name, local_part(p.grad)) for name, p in self.parameters if p.grad is not None]
+        own = [p.grad for name, p in self.parameters if p.grad is not None and name not in self.of_one]
         # Where parameters share one gradient, it is divided once. A DTensor itself has no address.
-        for name, local in {local.data_ptr(): (name, local) for name, local in own}.values():
-            if self.scale != 1.0:
-                local.mul_(self.scale)
-            if name not in self.of_one and weight != 1.0:
-                local.div_(weight)
+        parts = list({x.data_ptr(): x for x in map(local_part, own)}.values()) if weight != 1.0 else []
+        if parts and parts[0].is_cpu:
+            torch._foreach_div_(parts, weight)
+        else:  # on a device a list gets other bits than in ``scatter``
+            for part in parts:
+                part.div_(weight)
 
     def _check_buffer(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.shape != (self.nbytes,):

@@ -120,14 +120,13 @@ def random_gradients(gradients, seed=0):
         parameter.grad = torch.randn_like(parameter) * 1e3
 
 
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
 @pytest.mark.parametrize("weight", [1.0, 7.0, 0.3])
-def test_a_sum_that_no_replica_asks_for_stays_in_the_gradients_with_the_same_bits(weight, scale):
+def test_a_sum_that_no_replica_asks_for_stays_in_the_gradients_with_the_same_bits(weight):
     averages = []
     for wanted in (True, False):
         plane = Plane()
         exchange, gradients, slots = make_exchange(plane)
-        gradients.of_one, gradients.scale = frozenset({"bias"}), scale
+        gradients.of_one = frozenset({"bias"})
         exchange.gives_in.append(1)
         random_gradients(gradients)
         exchange.run_alone(order(4), lambda event: None, wanted)

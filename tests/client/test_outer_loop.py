@@ -17,6 +17,7 @@ from fabric.client.outer.outer_loop import (
     GlobalParameters,
     JobRounds,
     OuterSchedule,
+    OuterUpdates,
     cut_fragments,
     local_buffers,
     make_outer_loop,
@@ -331,7 +332,7 @@ def rounds():
     shared, session = GlobalParameters(model, 2), ScriptedSession()
     outer = sgd(model, lr=0.5, momentum=0.9)
     shared.move(outer)
-    made = JobRounds(session, shared, outer, OuterSchedule(2, 2))
+    made = JobRounds(session, OuterUpdates(shared, outer, OuterSchedule(2, 2)))
     made.model, made.shared, made.outer, made.session = model, shared, outer, session
     session.boundary.append(io.Compute(0, (0,)))
     assert made.open() is False and made.is_open

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fabric.client.attach import Choices
 from fabric.client.loop.model_watch import LOOK_EVERY, ModelWatch, accept_optimizers
-from fabric.client.loop.shared_state import SharedDict, with_state
+from fabric.client.loop.shared_state import SharedValue, with_state
 from fabric.client.loop.unshared_objects import UnsharedWatch
 from fabric.errors import ConfigError
 
@@ -181,7 +181,7 @@ def test_a_dict_of_the_state_keeps_its_tensors_and_takes_new_values():
     values = {"centers": centers, "counts": counts, "seen": 0, "nested": [{"queue": centers.clone()}]}
     queue = values["nested"][0]["queue"]
     wanted = {"centers": torch.ones(2), "counts": np.ones(2), "seen": 7, "nested": [{"queue": torch.ones(2)}]}
-    SharedDict(values).load_state_dict(wanted)
+    SharedValue(values).load_state_dict(wanted)
     assert values["seen"] == 7
     assert values["centers"] is centers
     assert values["nested"][0]["queue"] is queue

@@ -11,7 +11,7 @@ from fabric.client.collectives.collectives import CollectiveMembers, Collectives
 from fabric.client.gradients.bucket_stream import BackwardCount, BucketReadiness, Overlap, SentGradients
 from fabric.client.gradients.exchange_thread import ExchangeThread
 from fabric.client.gradients.gradient_slots import GradientSlots
-from fabric.client.outer.outer_loop import GlobalParameters, JobRounds, OuterLoop, _Updates
+from fabric.client.outer.outer_loop import GlobalParameters, JobRounds, OuterLoop, OuterUpdates
 from fabric.client.state.fetch_thread import PieceFetcher
 from fabric.ftar.lanes import FlatPlaces
 
@@ -47,9 +47,9 @@ SHELLS = (
     ),
     Mutant(
         "a change during backward goes unseen",
-        SentGradients.hold,
-        "if key in self._versions",
-        "if False",
+        SentGradients.note_addition,
+        "self._sent[key] = gradient",
+        "pass",
         "client/test_overlap.py::test_each_change_after_a_gradient_was_sent_is_noticed",
     ),
     Mutant(
@@ -98,28 +98,28 @@ SHELLS = (
     # outer steps
     Mutant(
         "every outer step exchanges the first fragment",
-        _Updates.hand_over,
-        "step % self._schedule.fragments",
+        OuterUpdates.hand_over,
+        "step % self.schedule.fragments",
         "0",
         "client/test_outer_loop.py::test_only_the_fragment_in_turn_and_its_optimizer_state_change",
     ),
     Mutant(
         "the other fragments' optimizer state moves",
-        _Updates.apply,
-        "self._shared.keep_gradient(fragment)",
+        OuterUpdates.apply,
+        "self.shared.keep_gradient(fragment)",
         "pass",
         "client/test_outer_loop.py::test_a_commit_moves_its_fragment_alone_and_leaves_no_gradient",
     ),
     Mutant(
         "a replica that gave nothing keeps its parameters",
-        _Updates.apply,
+        OuterUpdates.apply,
         "if step.contributed:",
         "if True:",
         "client/test_outer_loop.py::test_a_replica_that_gave_nothing_begins_from_the_global_parameters",
     ),
     Mutant(
         "the outer gradient is applied again",
-        _Updates.apply,
+        OuterUpdates.apply,
         "self._outer.zero_grad(set_to_none=True)",
         "pass",
         "client/test_outer_loop.py::test_a_commit_moves_its_fragment_alone_and_leaves_no_gradient",

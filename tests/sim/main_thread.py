@@ -38,6 +38,7 @@ class MainThread:
         self._orders: deque[io.Effect] = deque()
         self._busy = True
         self._digest_wanted = True
+        self._has_met = False  # another member
         self.streaming = False  # whether the last backward of an order runs
         # the step and the gradient that was reduced in place
         self.given: tuple[int, tuple[int, ...]] = (-1, ())
@@ -226,11 +227,17 @@ class MainThread:
             trainer.world.happened("closing", trainer.host)
             trainer.feed(io.Closing())
             return
-        wanted, self._digest_wanted = self._digest_wanted, False
+        wanted, self._digest_wanted = self._digest_wanted and not self._is_alone(), False
         # At every second step the digest is taken while the user's code goes on.
         later = wanted and generation > 0 and self.step % 2 == 1
         self.said = self.digest if wanted else ""
         trainer.feed(io.Ready(self.step, "" if later else self.said, later=later, plan=self.news()))
+
+    def _is_alone(self) -> bool:
+        """Whether there is no state yet to compare this one with: no epoch so far has had another member."""
+        current, newest = self.trainer.core.epochs.current, self.trainer.core.epochs.newest
+        self._has_met = self._has_met or any(x is not None and len(x.roster) > 1 for x in (current, newest))
+        return current is not None and not self._has_met
 
     def news(self) -> DataPlan | None:
         """Return the data of the steps from here on, where they are others than before."""

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
-from weakref import WeakSet
 
 import torch
 from torch.nn.utils import clip_grad
@@ -59,12 +58,11 @@ class StaleGradients:
         self._looks = self._notes = 0
         self._stale: set[int] = set()
         self.own_loop = True  # false: a framework drops the gradients of a step in the next one
-        self.computes = self._frees = False  # the loop is at a micro-batch; fabric may free its gradients
+        self._frees = False  # fabric may free the gradients of this micro-batch
         self._kept: list[torch.nn.Parameter] = []  # parameters with a gradient that the loop must keep
         self._with_value: torch.nn.Parameter | None = None  # one whose gradient must not become zero
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before)
-        _watching.add(self)
         _watch_clipping()
         if _STAGES in sys.modules:
             _watch_stages()
@@ -80,14 +78,15 @@ class StaleGradients:
         self._kept, self._with_value = [], None
         if not is_first or (is_only and self.own_loop):
             self.added()
-        self.computes, self._frees = self.own_loop, frees
+        self._frees = frees
         return self
 
     def __enter__(self) -> None:
-        """Enter the micro-batch."""
+        if self.own_loop:
+            _computing.add(self)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.computes = False  # the loop may leave the step
+        _computing.discard(self)  # the loop may leave the step
         watches = kind is None and not self._frees
         if watches and ((self._kept and all(p.grad is None for p in self._kept)) or self._became_zero()):
             raise _dropped()
@@ -125,7 +124,7 @@ class StaleGradients:
         return gradient is not None and not _has_value(gradient) and not gradient.any()
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self.computes:
+        if self in _computing:
             raise ConfigError(
                 f"{type(optimizer).__name__}.step was called within the loop over the micro-batches, before "
                 "the gradients of all replicas are averaged: call it after that loop, and let the phases of "
@@ -139,7 +138,7 @@ class StaleGradients:
             )
 
 
-_watching: WeakSet[StaleGradients] = WeakSet()
+_computing: set[StaleGradients] = set()  # their loops are at a micro-batch
 
 
 @functools.cache
@@ -147,7 +146,7 @@ def _watch_clipping() -> None:
     """Let torch's clipping refuse itself, for the rest of this process, while a loop is at a micro-batch."""
 
     def watched(clip: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        if any(x.computes for x in _watching):
+        if _computing:
             raise changed_early("the script clips gradients")
         return clip(*arguments, **named)
 
@@ -163,7 +162,7 @@ def _watch_stages() -> None:
     scale = owner.scale_grads
 
     def watched(stage: Any, grad_scale_factor: int) -> Any:
-        if grad_scale_factor != 1 and any(x.computes for x in _watching):
+        if grad_scale_factor != 1 and _computing:
             raise changed_early("the pipeline's schedule divides gradients (scale_grads=True)")
         return scale(stage, grad_scale_factor)
 
@@ -258,54 +257,49 @@ class SentGradients:
     def __init__(self) -> None:
         self.changed = False
         self._accumulated: set[int] = set()  # the parameters that have a gradient already
-        self._versions: dict[int, int] = {}  # by parameter: of the gradients that were final during backward
-        self._contents: dict[int, int] = {}  # by memory: its version
+        self._versions: dict[int, int] = {}  # by memory, since a gradient in it was final
         self._additions_due: Counter[int] = Counter()  # by memory: the gradients that are not final yet
         self._watched: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by memory: both owners
-        self._held: dict[int, tuple[torch.Tensor | None, tuple[int, int]]] = {}
+        self._sent: dict[int, torch.Tensor | None] = {}  # by parameter
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """Begin the last backward of an order, which adds to the gradients of ``parameters``."""
-        with_gradient = [p for p in parameters if p.grad is not None]
+        gradients = {id(p): p.grad for p in parameters if p.grad is not None}
         self.changed = False
-        self._accumulated = {id(p) for p in with_gradient}
-        self._additions_due = Counter(_memory(p.grad) for p in with_gradient)
+        self._accumulated = set(gradients)
+        self._additions_due = Counter(_memory(local_part(x)) for x in gradients.values())
         self._versions.clear()
-        self._contents.clear()
+        self._sent.clear()
 
     def note_addition(self, parameter: torch.Tensor, is_final: bool) -> None:
         """Note that backward has added to the gradient of ``parameter``."""
         if (gradient := parameter.grad) is None:
             return
-        key, memory, (version, content) = id(parameter), _memory(gradient), _version(gradient)
-        before, accumulates = self._contents.get(memory), key in self._accumulated
-        if before is not None and content != before + accumulates:
+        key, part = id(parameter), local_part(gradient)
+        memory, version = _memory(part), part._version  # noqa: SLF001  (torch has no public one)
+        before, accumulates = self._versions.get(memory), key in self._accumulated
+        if before is not None and version != before + accumulates:
             self.changed = True  # other code has written to this memory since a part of it was final
         if before is not None or is_final:
-            self._contents[memory] = content
+            self._versions[memory] = version
         self._additions_due[memory] -= accumulates
         self._accumulated.add(key)
         if not is_final:
             self._additions_due[memory] += 1
             return
-        self._versions[key] = version
+        self._sent[key] = gradient
         if not self._additions_due[memory]:
-            self._watch(gradient)
+            self._watch(part, memory)
 
     def hold(self, parameter: torch.Tensor) -> None:
         """Note at the end of backward that the gradient of ``parameter`` is handed over."""
-        key, gradient, version = id(parameter), parameter.grad, _version(parameter.grad)
-        if key in self._versions and version != (self._versions[key], self._contents.get(_memory(gradient))):
-            self.changed = True
-        self._held[key] = gradient, version
-        if gradient is not None:
-            self._watch(gradient)
+        if (gradient := self._sent.setdefault(id(parameter), parameter.grad)) is not None:
+            part = local_part(gradient)
+            self._watch(part, _memory(part))
 
-    def _watch(self, gradient: torch.Tensor) -> None:
-        memory = _memory(gradient)
+    def _watch(self, part: torch.Tensor, memory: int) -> None:
         if memory in self._watched:
             return
-        part = local_part(gradient)
         try:
             self._watched[memory] = part, _torch._lazy_clone(part)  # noqa: SLF001
         except (RuntimeError, TypeError):  # memory that torch cannot share, such as a buffer of Python's
@@ -313,33 +307,22 @@ class SentGradients:
 
     def end(self, parameters: Iterable[torch.Tensor], stream: BucketReadiness) -> bool:
         """End the order; return whether one of its gradients has changed since it was handed over."""
-        for p in parameters:
-            gradient, version = self._held.get(id(p), (p.grad, _version(p.grad)))
-            self.changed = self.changed or p.grad is not gradient or _version(p.grad) != version
+        replaced = any(p.grad is not self._sent.get(id(p), p.grad) for p in parameters)
         shared = (_torch._C._is_cow_tensor(part) for part, _ in self._watched.values())  # noqa: SLF001
-        self.changed = self.changed or not all(shared)
+        self.changed = self.changed or replaced or not all(shared)
         if self.changed:
             stream.changed = [own for _, own in self._watched.values()]
-        self._held.clear()
+        self._sent.clear()
         self._watched.clear()
         return self.changed
 
 
-def _version(gradient: torch.Tensor | None) -> tuple[int, int]:
-    """Return the versions of a gradient and of this rank's part: an operation on one counts there alone."""
-    if gradient is None:
-        return -1, -1
-    return gradient._version, local_part(gradient)._version  # noqa: SLF001  (torch has no public one)
-
-
-def _memory(gradient: torch.Tensor | None) -> int:
-    """Return the name of a gradient's memory. Its address would be asked for in order to write."""
-    if gradient is None:
-        return 0
+def _memory(part: torch.Tensor) -> int:
+    """Return the name of a tensor's memory. Its address would be asked for in order to write."""
     try:
-        return int(local_part(gradient).untyped_storage()._cdata)  # noqa: SLF001
+        return int(part.untyped_storage()._cdata)  # noqa: SLF001
     except NotImplementedError:  # a sparse gradient, which is refused when it is gathered
-        return id(gradient)
+        return id(part)
 
 
 @dataclass(slots=True)
@@ -472,7 +455,6 @@ class Overlap:
         """
         return (
             self._last
-            and self.stream is None
             and self._count.is_other_code
             and bool(self._hooks)
             and self.stream_of_thread is None
@@ -502,12 +484,13 @@ class Overlap:
         if (bucket := self._bucket_of.get(key := id(parameter))) is None:
             return
         times = self._count.add(key)
-        if self._begins_by_other_code():
+        if self.stream is None and self._begins_by_other_code():
             self._begin(self._step, 1.0)  # its weight is said later
         if not self._running or self.stream is None:
             return
         due = self._due[bucket.begin]
-        due.streams |= self._own_stream()
+        if self.stream_of_thread is not None:
+            due.streams.add(self.stream_of_thread())
         expected = self._count.expected(key)
         if version:
             self._sent.note_addition(parameter, times == expected)

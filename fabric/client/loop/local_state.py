@@ -71,7 +71,7 @@ class LocalState:
         self._progress = progress
         self._on_device = not isinstance(parts.exchange.backend, HostBackend)
         self._content = parts.snapshots.content  # digests that do not depend on the layout of ranks
-        self._digests = parts.settings.digest_steps > 0
+        self.compares = parts.settings.digest_steps > 0  # whether this job compares digests
         self._digest_begun = False  # a digest was begun in the background and not taken yet
 
     # --- digests ----------------------------------------------------------------------------------
@@ -96,10 +96,6 @@ class LocalState:
         if self._on_device and content is None:
             return self._parts.snapshots.digest(view)
         return self.run(view.digest if content is None else lambda: content.of_view(view))
-
-    def digest_if(self, wanted: bool) -> str:
-        """Return the digest where it is ``wanted`` and this job compares digests; else an empty string."""
-        return self.digest() if wanted and self._digests else ""
 
     def name_installed(self, file: memoryview, manifest: Mapping[str, Any]) -> str:
         """Return the digest of the state just loaded from ``file``, as this kind of device makes it.
@@ -129,12 +125,14 @@ class LocalState:
 
     def reach_boundary(self) -> tuple[str, bool]:
         """Digest and snapshot the state if due; return the digest, and whether the digest comes later."""
-        wanted, self.digest_wanted = self.digest_wanted, False
+        wanted, self.digest_wanted = self.digest_wanted and self.compares, False
         step, parts, in_job = self._progress.state_step, self._parts, self._engine.generation > 0
-        # Digest while forward and backward run, but not during catch-up.
         takes_part = in_job and self._engine.epoch > 0 and not self._progress.behind
-        later = wanted and self._digests and takes_part and self._content is None
-        digest, copied = "" if later else self.digest_if(wanted), False
+        if wanted and takes_part and self._process.group is None:
+            wanted = self._engine.may_be_asked()  # else there is no state to compare this one with
+        # Digest while forward and backward run, but not during catch-up.
+        later = wanted and takes_part and self._content is None
+        digest, copied = self.digest() if wanted and not later else "", False
         if in_job:
             durable = parts.durable.is_due(step, self._engine.current)
             if durable or parts.snapshots.is_due(step, parts.snapshot_worker.submit):

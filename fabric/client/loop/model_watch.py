@@ -13,7 +13,7 @@ import torch
 from fabric.ckpt_server.state.optimizer_extras import remember
 from fabric.ckpt_server.state.training_state import capture
 from fabric.client.loop.later_changes import refuse_later_changes
-from fabric.client.loop.shared_state import SharedDict, SharedGenerator, with_state
+from fabric.client.loop.shared_state import SharedValue, with_state
 from fabric.client.loop.unshared_objects import (
     ADVICE,
     MORE_OPTIMIZERS,
@@ -128,7 +128,7 @@ class ModelWatch:
         self._kept = {
             name: x
             for name, x in (shared or {}).items()
-            if isinstance(x, SharedDict | SharedGenerator)
+            if isinstance(x, SharedValue)
             or (own[name] not in ("torch", "fabric") and not isinstance(x, torch.nn.Module))
         }
         self._digests: dict[str, str] = {}

@@ -10,7 +10,6 @@ roster lists this replica the others wait for it, and all work keeps its priorit
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -106,41 +105,32 @@ class LowPrioritySteps:
     """Until ``close`` each plain ``step()`` of ``optimizers`` runs at low priority."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._wrapped = [(x, _wrap(x)) for x in optimizers if _is_plain(x)]
+        self._open = True
+        # Each optimizer with its new method ``step``, and its own attribute ``step``, where it had one.
+        self._wrapped = [(x, *self._wrap(x)) for x in optimizers if _is_plain(x)]
 
     def close(self) -> None:
         """Run later steps in the thread that calls them."""
-        for optimizer, wrapper in self._wrapped:
-            wrapper.open = False  # code may still call the wrapper after it was removed
-            if optimizer.__dict__.get("step") is wrapper.method:
+        self._open = False  # code may still call a new method after it was removed
+        for optimizer, method, before in self._wrapped:
+            if optimizer.__dict__.get("step") is method:
                 optimizer.__dict__.pop("step")
-                optimizer.__dict__.update(wrapper.before)
+                optimizer.__dict__.update(before)
         self._wrapped = []
 
+    def _wrap(self, optimizer: torch.optim.Optimizer) -> tuple[Callable[..., Any], dict[str, Any]]:
+        original = optimizer.step
+        before = {"step": optimizer.__dict__["step"]} if "step" in optimizer.__dict__ else {}
 
-@dataclass(slots=True)
-class _Wrapper:
-    """The replacement of one optimizer's ``step``."""
+        @functools.wraps(original)
+        def step(_: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
+            # A closure (user code) and torch's modes, which hold in one thread, need the step in this thread.
+            own = self._open and not (arguments or named or _is_in_a_mode() or _has_hooks(optimizer))
+            return run_low_priority(original) if own else original(*arguments, **named)
 
-    method: Callable[..., Any]
-    before: dict[str, Any]  # the optimizer's own attribute ``step``, where it had one
-    open: bool = True
-
-
-def _wrap(optimizer: torch.optim.Optimizer) -> _Wrapper:
-    original = optimizer.step
-
-    @functools.wraps(original)
-    def step(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
-        # A closure (user code) and torch's modes, which hold in one thread, need the step in this thread.
-        own = wrapper.open and not (arguments or named or _is_in_a_mode() or _has_hooks(optimizer))
-        return run_low_priority(original) if own else original(*arguments, **named)
-
-    # A scheduler created later wraps ``step`` too, and expects a bound method.
-    before = {"step": optimizer.__dict__["step"]} if "step" in optimizer.__dict__ else {}
-    wrapper = _Wrapper(types.MethodType(step, optimizer), before)
-    optimizer.step = wrapper.method  # type: ignore[method-assign]
-    return wrapper
+        # A scheduler created later wraps ``step`` too, and expects a bound method.
+        method = optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        return method, before
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:

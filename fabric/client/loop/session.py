@@ -400,7 +400,8 @@ class Session(LoopCalls):
         if self._progress.left is not None:
             return
         if self._engine.is_running and not self._progress.finished:
-            self._state.note(self._state.digest_if(wanted=True))
+            if self._parts.journal.on and self._state.compares:
+                self._state.note(self._state.digest())
             if self._parts.durable.is_due(self.committed_step, self._engine.current, last=True):
                 self._state.snapshot_by_policy(True, "")
                 self._parts.snapshot_worker.settle(within_s=60.0)
@@ -433,7 +434,7 @@ class Session(LoopCalls):
             readiness=lambda: self.overlap.stream,
             samples=lambda _step, ids: {str(i): self._progress.samples.get(i, []) for i in ids},
         )
-        digest = self._state.digest_if(wanted=True)
+        digest = self._state.digest() if self._state.compares else ""
         if not parts.handle.snapshots and self._process.group is None:
             # If the replicas' initial states differ, a new job may begin from this snapshot.
             self._state.snapshot(generation=0)

@@ -52,35 +52,26 @@ def optimizers_by_name(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer
 
 def with_state(value: Any) -> Any:
     """Return ``value`` as an object with a state: a dict and a ``torch.Generator`` have no ``state_dict``."""
-    if type(value) is dict:
-        return SharedDict(value)
-    return SharedGenerator(value) if isinstance(value, torch.Generator) else value
+    return SharedValue(value) if type(value) is dict or isinstance(value, torch.Generator) else value
 
 
-class SharedDict:
-    """The user's dict as shared state. Loading keeps the dict, and its tensors where the shapes are equal."""
+class SharedValue:
+    """A dict or a ``torch.Generator`` as shared state.
 
-    def __init__(self, values: dict[Any, Any]) -> None:
-        self._values = values
+    Loading keeps the user's dict, and its tensors where the shapes are equal.
+    """
+
+    def __init__(self, value: dict[Any, Any] | torch.Generator) -> None:
+        self._value = value
 
     def state_dict(self) -> dict[Any, Any]:
-        return self._values
+        return self._value if isinstance(self._value, dict) else {"generator": self._value.get_state()}
 
     def load_state_dict(self, state: Mapping[Any, Any]) -> None:
-        put(self._values, dict(state))  # ``state`` may be the dict itself
-
-
-class SharedGenerator:
-    """A ``torch.Generator`` as shared state."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._generator.set_state(state["generator"].cpu())
+        if isinstance(self._value, dict):
+            put(self._value, dict(state))  # ``state`` may be the dict itself
+        else:
+            self._value.set_state(state["generator"].cpu())
 
 
 class WithoutBuffers:

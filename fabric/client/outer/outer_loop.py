@@ -209,53 +209,44 @@ def _mirror(
     return mirror
 
 
-class _Updates:
-    """Applies committed pseudo-gradients."""
+class OuterUpdates:
+    """Makes pseudo-gradients, and applies those that are committed."""
 
     def __init__(
         self, shared: GlobalParameters, outer: torch.optim.Optimizer, schedule: OuterSchedule
     ) -> None:
-        self._shared, self._outer, self._schedule = shared, outer, schedule
+        self.shared, self.schedule, self._outer = shared, schedule, outer
 
     def hand_over(self, step: int) -> None:
-        self._shared.set_gradient(step % self._schedule.fragments)
+        self.shared.set_gradient(step % self.schedule.fragments)
 
     def apply(self, step: Step) -> None:
         """Update the global parameters of the step's fragment, and then the local ones.
 
         If the step has nothing of this replica, the local parameters begin from the global ones.
         """
-        fragment = step.number % self._schedule.fragments
-        self._shared.keep_gradient(fragment)
+        fragment = step.number % self.schedule.fragments
+        self.shared.keep_gradient(fragment)
         self._outer.step()
         self._outer.zero_grad(set_to_none=True)
         if step.contributed:
-            self._shared.load(fragment, self._schedule.alpha)
+            self.shared.load(fragment, self.schedule.alpha)
         else:
-            self._shared.load()
+            self.shared.load()
 
 
 class JobRounds:
     """The rounds of a job: ``session`` joins the job at the first ``open``."""
 
-    def __init__(
-        self,
-        session: Session,
-        shared: GlobalParameters,
-        outer: torch.optim.Optimizer,
-        schedule: OuterSchedule,
-        until: int = sys.maxsize,
-    ) -> None:
+    def __init__(self, session: Session, updates: OuterUpdates, until: int = sys.maxsize) -> None:
         self.is_open = False  # whether this replica may contribute to the round of the committed step
-        self._session = session
-        self._shared = shared
-        self._updates = _Updates(shared, outer, schedule)
+        self._session, self._updates, self._shared = session, updates, updates.shared
         self._until = until
         self._order: io.Compute | None = None
         self._arrived: io.Apply | io.Finish | None = None
         self._loads = 0  # the session's loads when the pseudo-gradient was handed over
         self._weight = 0.0
-        session.start_exchanges(schedule.describe(), until)
+        session.start_exchanges(updates.schedule.describe(), until)
 
     def open(self) -> bool:
         """Begin the next outer step. Return whether the local parameters were replaced."""
@@ -320,14 +311,8 @@ class SoloRounds:
 
     is_open = True
 
-    def __init__(
-        self,
-        session: SoloSession,
-        shared: GlobalParameters,
-        outer: torch.optim.Optimizer,
-        schedule: OuterSchedule,
-    ) -> None:
-        self._session, self._updates = session, _Updates(shared, outer, schedule)
+    def __init__(self, session: SoloSession, updates: OuterUpdates) -> None:
+        self._session, self._updates = session, updates
 
     def open(self) -> bool:
         return False
@@ -502,10 +487,11 @@ def make_outer_loop(
     shared.move(outer)
     choices = Choices(local, fragments=shared.fragments, **given)
     session = make_session(shared.module, outer, state, choices, settings)
+    updates = OuterUpdates(shared, outer, schedule)
     rounds = (
-        SoloRounds(session, shared, outer, schedule)
+        SoloRounds(session, updates)
         if isinstance(session, SoloSession)
-        else JobRounds(session, shared, outer, schedule, until)
+        else JobRounds(session, updates, until)
     )
     loop = OuterLoop(session, rounds, shared, inner, schedule, until)
     if sampler is not None:

@@ -160,11 +160,6 @@ class WriteWatch:
             raise StateError(f"{name} changed{MEANWHILE}")
         return name
 
-    def check_known(self, view: StateView, expected: str) -> None:
-        """Raise StateError unless the tensors of ``view`` still have this digest."""
-        if self.digest(view) != expected:
-            raise StateError(UNNAMED)
-
     def read_again(self, view: StateView, digest: str) -> str:
         """Return the digest of ``view``; of the first few readings all are read a second time."""
         if self._whole <= 0:

@@ -659,7 +659,8 @@ class Snapshots:
             name = watch.check(taking.guard, "" if copy is not None else taking.digest)
             if copy is not None:
                 if self._differs(taking):
-                    watch.check_known(copy.view, taking.state.digest)
+                    if watch.digest(copy.view) != taking.state.digest:
+                        raise StateError(UNNAMED)
                     name = name or "a tensor"
                 name = name or watch.torn(copy.memory, copy.view)
         except StateError as error:

@@ -186,12 +186,11 @@ class WriteWatch:
                 name,
             )
 
-    def torn(self, copy: memoryview, view: StateView) -> str:
-        """Return a tensor of which ``copy``, made of ``view``, has other bytes than the state now; else "".
+    def torn(self, copy: memoryview, view: StateView, now: StateView) -> str:
+        """Return a tensor of which ``copy``, made of ``view``, has other bytes than ``now``; else "".
 
         After the first four copies equally spaced pieces of 16 MiB in all are compared.
         """
-        now = self.describer.capture(view.step)
         if [(name, t.nbytes) for name, t in now.tensors] != [(name, t.nbytes) for name, t in view.tensors]:
             return "the tensors of the state"
         stride = 1 if self._whole > 0 else max(1, -(-view.nbytes // _COMPARED_BYTES))

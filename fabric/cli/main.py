@@ -8,7 +8,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ import click
 
 from fabric import __version__
 from fabric.errors import FabricError
+from fabric.model import Value
 from fabric.runtime.config import refuse_unknown_variables
 from fabric.runtime.http.tls import Tls
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
+class _Command(Value):
     does: str  # the line in the help
     example: str  # the words after ``fabric``
     first: bool = False  # `fabric --help` shows it; `fabric commands` shows all

@@ -5,7 +5,6 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,14 +24,14 @@ from fabric.cli.lighthouse_options import current_tls, json_option, lighthouse_o
 from fabric.cli.terminal_text import plain_console, print_table
 from fabric.errors import ConfigError, IntegrityError, ProtocolError, StateError, Unreachable
 from fabric.lighthouse.connections.validation import check_name
+from fabric.model import Value
 from fabric.runtime.http.lighthouse_client import understood
 from fabric.runtime.http.token_file import read_token
 
 # Finds a state by the name of a replica, or by the value of ``FABRIC_DURABLE``.
 
 
-@dataclass(frozen=True, slots=True)
-class StateNames:
+class StateNames(Value):
     """Finds the states that users name, with the options of a command."""
 
     lighthouse: str

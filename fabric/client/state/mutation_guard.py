@@ -10,12 +10,12 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.errors import StateError

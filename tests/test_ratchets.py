@@ -32,7 +32,7 @@ LIMITS = {
     "writes of a part of a core into another part": 0,
     "banned phrases in docstrings and comments": 1,
     "banned phrases in pages": 0,
-    "lines of fabric/": 82_402,
+    "lines of fabric/": 82_383,
     "files of fabric/": 350,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 0.51,
@@ -45,8 +45,8 @@ LIMITS = {
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {
     "audit": 1_416,
-    "ckpt_server": 10_999,
-    "cli": 4_978,
+    "ckpt_server": 10_983,
+    "cli": 4_975,
     "client": 16_455,
     "collectives": 1_247,
     "drill": 4_167,

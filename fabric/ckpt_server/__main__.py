@@ -6,9 +6,9 @@ no torch, so it starts in a fraction of a second and stays small.
 
 import argparse
 import sys
-from dataclasses import MISSING, fields
 
 import uvloop
+from msgspec.structs import fields
 
 from fabric.ckpt_server.server.process import AlreadyServed, run, tell_ready
 from fabric.ckpt_server.wire.server_settings import OPTIONS, ServerSettings, option_of
@@ -27,7 +27,7 @@ def parse(arguments: list[str]) -> tuple[ServerSettings, int]:
             type=kind,
             help=meaning,
             choices=logs.FORMATS if field.name == "log" else None,
-            required=field.default is MISSING and field.default_factory is MISSING,
+            required=field.required,
             default=argparse.SUPPRESS,
         )
     parser.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)

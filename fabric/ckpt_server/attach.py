@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
+from msgspec.structs import asdict, replace
 
 import fabric
 from fabric.ckpt_server.wire import gradient_index
@@ -38,7 +38,7 @@ from fabric.ckpt_server.wire.channel_protocol import (
 from fabric.ckpt_server.wire.gradient_index import GradientIndex, PublishedGradient
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
-from fabric.model import Int64, JobEnd, SnapshotRef
+from fabric.model import Int64, JobEnd, SnapshotRef, Value
 from fabric.protocol.messages.wire import decode_as
 from fabric.runtime.private_folder import make_private, open_private, socket_path
 from fabric.runtime.process_environment import LAUNCH_MARK, outliving_environment, process_environment
@@ -183,8 +183,7 @@ _libc = ctypes.CDLL(None)
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _AttachReply:
+class _AttachReply(Value):
     """The server's answer to attach."""
 
     url: str
@@ -291,7 +290,7 @@ class ServerHandle:
             {
                 "op": "publish_gradient",
                 "slot": slot,
-                **gradient.to_dict(),
+                **asdict(gradient),
                 "meta": dict(meta),
                 "then_begin": then_begin,
             },
@@ -316,7 +315,7 @@ class ServerHandle:
             finally:
                 self._lock.release()
         try:
-            text = _JSON.encode({**gradient.to_dict(), "meta": meta})
+            text = _JSON.encode({**asdict(gradient), "meta": meta})
         except ValueError:  # a number is not finite: ``publish_gradient`` raises the error about this number
             return False
         return self._gradient_index.write(slot, text.encode())

@@ -6,7 +6,6 @@ import threading
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,6 +42,7 @@ from fabric.ckpt_server.format.safetensors_file import (
 )
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards, without_shards
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
+from fabric.model import Value
 from fabric.protocol.messages.rank_messages import replica_digest
 from fabric.protocol.rules.lanes import TensorRegion
 from fabric.runtime.http.lighthouse_client import describe
@@ -236,8 +236,7 @@ def _durable(url: str) -> DurableCheckpoint:
     return open_checkpoint(storage)
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotAddress:
+class SnapshotAddress(Value):
     """A checkpoint server and one of its steps (a number, or latest)."""
 
     server: HttpAddress
@@ -346,8 +345,7 @@ class RemoteState(BlockState):
 _PIECE_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _RankPart:
+class _RankPart(Value):
     """``span`` of the file of ``state`` holds ``box`` of a tensor. ``again``: an earlier rank has it, too."""
 
     state: BlockState

@@ -15,7 +15,6 @@ import math
 import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, region_
 from fabric.ckpt_server.state.training_state import FORMAT, names_of, parameter_names, tensor_at
 from fabric.ckpt_server.state.training_state import parse_description as step_and_tree
 from fabric.errors import StateError
-from fabric.model import SnapshotRef
+from fabric.model import SnapshotRef, Value
 from fabric.protocol.rules.lanes import TensorRegion
 
 # One rank's file of a state, read block by block as needed: from checkpoint servers or a durable
@@ -165,8 +164,7 @@ class Misfit(StateError):
     """The state cannot be this model's: it is of another model, or of a layout that cannot be resharded."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlacement:
+class TensorPlacement(Value):
     """The placement of a live tensor: the full shape, this rank's part, and its description in a file.
 
     The description is None for a tensor that is not sharded.
@@ -184,8 +182,7 @@ class TensorPlacement:
         return cls(shape, region_of(tensor), describe_shard(tensor))
 
 
-@dataclass(frozen=True, slots=True)
-class _LikeParameter:
+class _LikeParameter(Value):
     """State of an optimizer that is placed as its parameter is, where both have the same shape."""
 
     parameter: TensorPlacement
@@ -207,8 +204,7 @@ class _Entries(dict[str, Any]):
         self.may_miss = versions is None
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupNames:
+class _GroupNames(Value):
     """The parameters of an optimizer's group at this rank, in order, and those of all ranks."""
 
     own: tuple[str, ...]
@@ -288,8 +284,7 @@ def reshard(
     return make_manifest(ref, plan.nbytes, blocks, job=job, replica=replica, created=created)
 
 
-@dataclass(frozen=True, slots=True)
-class RegionRead:
+class RegionRead(Value):
     """A read of a tensor's ``box`` from the file of ``rank``, which has the part ``held`` at ``span``."""
 
     name: str

@@ -23,7 +23,7 @@ MAX_RANKS_OF_HOST = 64
 MAX_LAUNCHERS = 2 * MAX_NODES  # nodes and spare hosts of one replica
 # Silence after which a node that runs is lost: alone, or with one sign: another node's end or a broken link.
 SILENT_S, SUSPECT_S = 15.0, 3.0
-BROKEN_S = 1.0  # a launcher whose connection has broken comes back within this time
+BROKEN_S = 0.5  # a launcher whose connection has broken comes back within this time
 UNCLAIMED_S = 30.0  # a number that no host ever claimed goes to a spare host after this time
 MOST_SHAPES = 4  # so many groups of hosts that were started alike are tried for an attempt
 _MOST_TRIED = 16  # so many spare hosts, of the lost host's rack and of all, are compared with one lost host

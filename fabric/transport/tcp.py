@@ -178,6 +178,7 @@ logger = logging.getLogger(__name__)
 # Seconds for which sent bytes may stay unacknowledged on a control link: several retries of the kernel where
 # round trips are short. A peer's kernel acknowledges bytes even if the peer's process hangs.
 SILENT_S = 1.6
+QUICK_S = {"control": SILENT_S, "rank": 3.0}  # where a rank's link ends, its whole replica starts again
 # If the kernel waits longer than this before it resends, the network is slow and the link gets more time.
 QUICK_RETRY_S = 0.4
 SLOW_SILENT_S = 10.0
@@ -257,14 +258,13 @@ class Listener:
         The unix socket is for links from this host. Raises ConfigError where no port can be bound.
         """
         self._server = await _bind(host, ports)
-        self._spawn(self._accept_loop(self._server))
         own = self.identity
         name = local_name(own.job, own.replica, own.rank, self.address[1])
         self._local = listen_locally(name) if local else None
-        _listening.add(self._server)
-        if self._local is not None:
-            _listening.add(self._local)
-            self._spawn(self._accept_loop(self._local))
+        for server in (self._server, self._local):
+            if server is not None:
+                _listening.add(server)
+                self._spawn(self._accept_loop(server))
 
     async def close(self) -> None:
         """Stop accepting; sockets already handed on stay open."""
@@ -471,10 +471,10 @@ def tune(sock: socket.socket, kind: str) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     # The time after which the kernel resends unacknowledged bytes, by the round trips so far.
-    is_quick = kind == "control" and _TCP_INFO.unpack(state)[0] <= QUICK_RETRY_S * 1e6
-    for option, value in (_QUICK_KEEPALIVE if is_quick else _KEEPALIVE).items():
+    is_quick = kind in QUICK_S and _TCP_INFO.unpack(state)[0] <= QUICK_RETRY_S * 1e6
+    for option, value in (_QUICK_KEEPALIVE if is_quick and kind == "control" else _KEEPALIVE).items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    timeout_s = 0.0 if kind in ("data", "collective") else SILENT_S if is_quick else SLOW_SILENT_S
+    timeout_s = 0.0 if kind in ("data", "collective") else QUICK_S[kind] if is_quick else SLOW_SILENT_S
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from ckpt_server.test_durable_format import bring_back, manifest_for, objects, train, write_one
 from ckpt_server.test_training_state import to_bytes
 from click.testing import CliRunner
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from server_support import ROOT
 

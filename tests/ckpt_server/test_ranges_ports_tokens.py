@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_support import no_more_descriptors
 
+from fabric.ckpt_server.server.local_ranks import LocalRank, LocalRanks
 from fabric.ckpt_server.server.routes import (
     check_if_match,
     wanted_range,
 )
 from fabric.ckpt_server.server.slots import Memfd
 from fabric.ckpt_server.server.trainer_watch import TrainerWatch, state_in
+from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import (
     ConfigError,
     FabricError,
@@ -100,10 +102,12 @@ def test_letters_of_the_kernel_are_read_as_process_states(state, flags, threads,
     assert state_in(stat(state, flags, threads)) == verdict
 
 
-async def test_process_states_of_the_kernel_of_real_processes_is_noticed_without_being_asked():
-    trainer = TrainerWatch()
+async def test_process_states_of_the_kernel_of_real_processes_is_noticed_without_being_asked(tmp_path):
+    ranks = LocalRanks(ServerSettings("job", "r0", tmp_path))
+    rank = ranks.held[0] = LocalRank(ranks.settings, 0, "", ranks.changed)
+    trainer = rank.trainer
     assert trainer.state == "absent"
-    watching = asyncio.create_task(trainer.watch())
+    watching = asyncio.create_task(ranks.watch())
 
     async def until(state: str) -> None:
         while trainer.state != state:
@@ -127,6 +131,7 @@ async def test_process_states_of_the_kernel_of_real_processes_is_noticed_without
     assert trainer.state == "running"
     watching.cancel()
     trainer.close()
+    rank.slots.close()
 
 
 REFUSALS = [

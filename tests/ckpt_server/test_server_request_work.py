@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec.structs import asdict
 from server_support import description, held_ranks, manifest_of
 from turn_work import MOST_BYTECODES, counted, json_counted
 
@@ -89,16 +90,12 @@ async def port(tmp_path) -> AsyncIterator[int]:
         memory.publish(slot, snapshot_content(manifest_of(file, step), region.view, "job", "http://x"))
     slot = memory.slot(GRADIENT, 0)
     region = await memory.allocate(slot, 1 << 20)
-    published = {**vars_of(description(7, 1 << 20)), "meta": {"loss": "1" * 50_000}}
+    published = {**asdict(description(7, 1 << 20)), "meta": {"loss": "1" * 50_000}}
     memory.publish(slot, gradient_content(published, len(region.view)))
     runner, number = await serve(app_of(tmp_path, memory), "127.0.0.1", 0)
     yield number
     await runner.cleanup()
     memory.close()
-
-
-def vars_of(gradient: Any) -> dict[str, Any]:
-    return {name: getattr(gradient, name) for name in type(gradient).__dataclass_fields__}
 
 
 def test_the_table_has_every_route(tmp_path):

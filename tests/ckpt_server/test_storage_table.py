@@ -4,7 +4,7 @@ import asyncio
 import errno
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -16,6 +16,7 @@ from ckpt_server.test_durable_jobs import published
 from ckpt_server.test_training_state import to_bytes
 from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
+from msgspec.structs import asdict, replace
 
 from fabric.ckpt_server.durable import writer
 from fabric.ckpt_server.durable.reader import MARKER, list_checkpoints

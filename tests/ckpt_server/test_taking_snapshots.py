@@ -350,6 +350,50 @@ def test_a_copy_beside_user_code_is_served_when_it_has_been_checked(taken, keepe
     assert served(handle) == [1]
 
 
+def test_a_copy_is_served_between_two_micro_batches_and_later_changes_are_still_found(
+    taken, keeper, model, slow, monkeypatch
+):
+    snapshots, handle = taken
+    done = threading.Event()
+    snapshots.start(ref(1), keeper.submit, lambda event: done.set())
+    snapshots.expose()
+    snapshots.offer()
+    slow.set()
+    assert snapshots._taking.copied.wait(30)
+    assert served(handle) == [], "the copy was not over"
+    with monkeypatch.context() as patch:
+        patch.setattr(StateDescriber, "capture", None)  # FSDP would gather again on this rank alone
+        snapshots.offer()
+    assert done.wait(30)
+    assert served(handle) == [1]
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    with pytest.raises(StateError, match=f"{NAME} changed while"):
+        snapshots.settle()
+
+
+@pytest.mark.parametrize("how", ["moved", "moved and put back", "moved before the copy", "moved by numpy"])
+def test_a_copy_of_a_state_that_user_code_moves_is_not_served_between_micro_batches(
+    taken, keeper, model, slow, how
+):
+    snapshots, handle = taken
+    snapshots.start(ref(1), keeper.submit, lambda event: None)
+    snapshots.expose()
+    if how == "moved before the copy":
+        model.weight.data.add_(1.0)  # without a count of torch, so the copy is equal to the state
+    slow.set()
+    assert snapshots._taking.copied.wait(30)
+    with torch.no_grad():
+        if how == "moved by numpy":
+            model.weight.numpy()[:] += 1.0
+        elif how != "moved before the copy":
+            model.weight.add_(1.0)
+            model.weight.sub_(1.0 if how == "moved and put back" else 0.5)
+    snapshots.offer()
+    keeper.settle(within_s=30)
+    assert served(handle) == []
+
+
 def test_a_copy_that_outlasts_user_code_is_served_before_the_trainer_waits_for_others(
     taken, keeper, model, slow
 ):

@@ -164,6 +164,33 @@ def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(z
         job.check_lanes(12)
 
 
+def test_a_host_that_is_cut_off_loses_its_place_and_stands_by_when_it_returns(zygote, tmp_path):
+    """No process gets an error when the cable is pulled. The spare host is on the side of all others."""
+    environment = {"TINY_STEPS": "60", "TINY_PATIENT_STEPS": "50", "FABRIC_REPLICAS": "2", "SHARDED": "tp"}
+    with (
+        Cable() as cable,
+        LaunchedJob(
+            zygote, tmp_path, 2, ranks=2, environment=environment, bind=ADDRESSES[0], network=cable.names[0]
+        ) as job,
+    ):
+        hosts = Hosts(job, cable)
+        job.environment |= {"TEST_NETNS": cable.names[0], "FABRIC_BIND": ADDRESSES[0]}
+        job.start("r0", TEST_TRAINER="layout_trainer")
+        job.groups["r1"] = ["r1.0", "r1.1"]
+        hosts.start("host-0", 0, "--node", "0")
+        hosts.start("host-1", 1, "--node", "1")
+        hosts.start("host-2", 0, "--node", "spare")
+        job.wait_for(lambda: any(e["step"] >= 6 for e in job.events("r1", "commit")), "step 6 of r1")
+        cable.pull()
+        job.wait_for(lambda: job.events("r1", "joined"), "r1 to be back without the host")
+        cable.plug()
+        ends = {"host-0": 0, "host-1": 0, "host-2": 0}
+        assert job.end_codes() == {"r0.0": 0, "r0.1": 0, **ends}, job.logs()
+        (stop,) = job.rank_events("r1", 0, "stop")
+        assert "rank 1 of this replica is lost" in stop["reason"], stop
+        job.check_lanes(60)
+
+
 @pytest.mark.parametrize("lost", ["voice", "host"])
 def test_the_voice_of_a_host_is_lost_and_all_ranks_start_again(zygote, tmp_path, lost):
     """Each host of r1 has two ranks; rank 2 speaks for rank 3. A spare host takes the place of a lost one."""

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from fabric.errors import ConfigError, ProtocolError, Refused, Unauthorized, Unconnected, Unreachable
+from fabric.transport import tcp
 from fabric.transport.greeting import Greeting
 from fabric.transport.link import Link
 from fabric.transport.tcp import Listener, ListenerIdentity, dial, parse_address
@@ -63,6 +64,17 @@ async def test_an_authenticated_socket_is_handed_on_with_its_greeting():
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1_600
                 assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def test_a_rank_that_is_cut_off_is_noticed_in_seconds_unless_the_network_is_slow(monkeypatch):
+    for retry_s, expected in ((tcp.QUICK_RETRY_S, 3_000), (0.0, 10_000)):
+        monkeypatch.setattr(tcp, "QUICK_RETRY_S", retry_s)
+        async with open_door() as door:
+            ours = await dial(door.address, greeting(kind="rank", replica="replica-0"), TOKEN, 5)
+            _, theirs = await door.arrival()
+            with ours, theirs:
+                assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == expected
+                assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == expected
 
 
 async def test_an_address_that_leads_back_to_the_dialler_is_named_once(capfd):

@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import asdict
+
+from msgspec.structs import asdict
 
 from fabric.ckpt_server.durable.storage import StorageAway, StorageGone
 from fabric.ckpt_server.durable.writer import write

@@ -8,7 +8,6 @@ digests of the snapshot. An error names the file that is wrong.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -24,7 +23,7 @@ from fabric.ckpt_server.format.manifest import (
 )
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES, is_count, parse_json
 from fabric.errors import IntegrityError, StateError
-from fabric.model import SnapshotRef
+from fabric.model import SnapshotRef, Value
 
 # The files of a durable checkpoint: names, descriptions, and the checks before fabric believes them.
 #
@@ -51,8 +50,7 @@ _FOLDER = re.compile(r"step-(\d{1,19})-gen-(\d{1,19})-([A-Za-z0-9._-]{1,64})-(\d
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,80}|\.metadata")
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(Value):
     """One replica's attempt to write the state of ``step``, in a folder of its own."""
 
     generation: int
@@ -74,8 +72,7 @@ class Attempt:
         return cls(int(generation), int(step), replica, int(incarnation))
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Value):
     """``nbytes`` of a rank shard lie in ``file`` from byte ``begin`` on."""
 
     file: str
@@ -83,8 +80,7 @@ class Segment:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankShard:
+class RankShard(Value):
     """One rank's part: the manifest of its snapshot, and the places of the snapshot's bytes, in order."""
 
     snapshot: Mapping[str, Any]
@@ -191,8 +187,7 @@ _MAX_MARKER_BYTES = 4096
 _PIECE_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class DurableCheckpoint:
+class DurableCheckpoint(Value):
     """A complete checkpoint. ``manifest`` is checked; ``attempt`` comes from the folder's name."""
 
     storage: Storage
@@ -223,8 +218,7 @@ def open_checkpoint(storage: Storage) -> DurableCheckpoint:
     return DurableCheckpoint(storage, manifest, Attempt.parse(storage.url.rpartition("/")[2]))
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointListing:
+class CheckpointListing(Value):
     """The checkpoints in a job's folder.
 
     ``complete``: oldest first. ``unfinished``: without a marker. ``warnings``: marked but unreadable."""

@@ -9,7 +9,6 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fabric.ckpt_server.durable.reader import (
@@ -31,14 +30,13 @@ from fabric.ckpt_server.format.manifest import bytes_digest, file_digest, state_
 from fabric.ckpt_server.format.safetensors_file import canonical_json
 from fabric.ckpt_server.wire.channel_protocol import DurableJob
 from fabric.errors import IntegrityError, StateError
-from fabric.model import SnapshotRef
+from fabric.model import SnapshotRef, Value
 from fabric.runtime.failpoints import Failpoints
 
 _LOOK_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class DurableJobResult:
+class DurableJobResult(Value):
     """``complete``: False for a rank other than 0, which writes its part alone. ``folder``: a URL.
     ``warnings``: problems with deleting old attempts. ``conflict``: why a restart would not begin from it."""
 

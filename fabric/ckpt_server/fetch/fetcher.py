@@ -14,7 +14,6 @@ import ssl
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any
 
 from fabric.ckpt_server.fetch.http_source import (
@@ -47,7 +46,7 @@ from fabric.ckpt_server.format.manifest import (
 )
 from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES, is_count, parse_json
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
-from fabric.model import SnapshotRef
+from fabric.model import SnapshotRef, Value
 from fabric.runtime.http.token_file import TokenFile
 
 # The fetcher asks one source after the other for a reduced gradient, and waits only briefly for each.
@@ -64,8 +63,7 @@ _WAIT_S = 50.0  # how long the last source may hold the request: servers answer 
 _LAST_S = 30.0  # for this time the fetcher asks a source that answered too late only after all other sources
 
 
-@dataclass(frozen=True, slots=True)
-class GradientMeta:
+class GradientMeta(Value):
     """The headers of a reduced gradient of ``nbytes`` verified bytes from ``source``."""
 
     generation: int
@@ -121,8 +119,7 @@ _MANIFEST_GRACE_S = 2.0  # how long the fetcher waits for other manifests after 
 _MANIFEST_TRIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class FetchResult:
+class FetchResult(Value):
     """A complete and verified state. ``sources``: the bytes from each URL. ``compression``: whether the last
     bytes came compressed, and why."""
 

@@ -16,13 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from fabric.ckpt_server.format.manifest import bytes_digest, etag
 from fabric.ckpt_server.wire.compression import IDENTITY
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
+from fabric.model import Value
 from fabric.runtime.http.token_file import TokenFile
 from fabric.transport.connecting import begin_connect
 
@@ -68,8 +68,7 @@ class HttpAccess:
                 connection.retire()
 
 
-@dataclass(frozen=True, slots=True)
-class HttpAddress:
+class HttpAddress(Value):
     """The parts of a source's base URL."""
 
     url: str

@@ -14,11 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from fabric.ckpt_server.fetch.http_source import (
     LEAST_BYTES_PER_S,
@@ -35,7 +36,7 @@ from fabric.ckpt_server.format.manifest import block_digest
 from fabric.ckpt_server.wire.channel_protocol import LOCAL_ASK_S, RequestChannel, close_all, local_socket_name
 from fabric.ckpt_server.wire.compression import IDENTITY, SHUFFLE, decompress
 from fabric.errors import FabricError, Gone, IntegrityError, ProtocolError, StateError
-from fabric.model import SnapshotRef
+from fabric.model import SnapshotRef, Value
 from fabric.runtime.priority import lower_priority
 
 # A snapshot read out of the memory of a checkpoint server on this host, not over the network.
@@ -108,8 +109,7 @@ _LOOK_S = 0.05
 _FEWEST_BLOCKS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRange:
+class BlockRange(Value):
     """``count`` blocks from ``first``. ``avoid`` names the sources that failed to send this range."""
 
     first: int

@@ -14,11 +14,11 @@ bytes can check them.
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeGuard
 
 from fabric.errors import StateError
+from fabric.model import Value
 
 ALIGNMENT_BYTES = 64
 MAX_HEADER_BYTES = 100_000_000  # the longest header that other readers of the format accept
@@ -68,8 +68,7 @@ class TensorEntry(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileHeader:
+class FileHeader(Value):
     """A checked preamble: ``nbytes`` of it, then ``tensors`` in file order, which end at ``end``."""
 
     nbytes: int

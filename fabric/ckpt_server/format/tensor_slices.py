@@ -8,18 +8,17 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fabric.errors import ProtocolError
+from fabric.model import Value
 from fabric.protocol.rules.lanes import TensorRegion
 
 _ONE = re.compile(r"\s*(\d{0,18})\s*(:?)\s*(\d{0,18})\s*", re.ASCII)
 _MAX_TEXT = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Value):
     """Where a rank's part lies in a sharded tensor: the ``shape`` of the whole, and its ``offset`` in it."""
 
     shape: tuple[int, ...]

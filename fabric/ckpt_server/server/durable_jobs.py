@@ -10,9 +10,10 @@ import json
 import logging
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 import fabric
 from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable

@@ -15,7 +15,13 @@ from fabric.ckpt_server.server.debug_probe import DebugProbe, EpochLog
 from fabric.ckpt_server.server.durable_jobs import DurableJobs
 from fabric.ckpt_server.server.slots import SNAPSHOT, SlotTable
 from fabric.ckpt_server.server.trainer_status import StatusSender
-from fabric.ckpt_server.server.trainer_watch import FIRST_TRAINER_S, CrashLog, Lifetime, TrainerWatch
+from fabric.ckpt_server.server.trainer_watch import (
+    FIRST_TRAINER_S,
+    LOOK_S,
+    CrashLog,
+    Lifetime,
+    TrainerWatch,
+)
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.errors import Refused
 from fabric.protocol.messages.network import EpochNotice, ServerStatus, TrainerStatus
@@ -101,16 +107,23 @@ class LocalRanks:
             self._group.create_task(self._keep(rank))
         return rank
 
+    async def watch(self) -> None:
+        """Look at the trainers of all ranks every LOOK_S, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for rank in self.held.values():
+                rank.trainer.look()
+
     async def _keep(self, rank: LocalRank) -> None:
-        """Watch the trainer until the lifetime and the writer's work have ended; then release the memory."""
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(rank.trainer.watch())]
+        """Wait until the lifetime and the writer's work have ended; then release the memory."""
+        tasks: list[asyncio.Task[Any]] = []
         try:
             await rank.lifetime.ended.wait()
             self.reason = rank.lifetime.reason
             log.info("the memory of rank %d ends: %s", rank.number, self.reason)
             tasks.append(asyncio.create_task(rank.durable.finish()))
             tasks.append(asyncio.create_task(rank.lifetime.at_once.wait()))
-            await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()

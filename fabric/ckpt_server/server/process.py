@@ -140,6 +140,7 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
                 async with local_reads, asyncio.TaskGroup() as group:
                     ranks.begin(group)
                     tasks = [group.create_task(TrainerChannel(ranks).accept(listener))]
+                    tasks.append(group.create_task(ranks.watch()))
                     tasks.append(group.create_task(keep_bounded(settings.run_dir / LOG_NAME)))
                     if settings.lighthouse:
                         ranks.status_sender = StatusSender(

@@ -18,11 +18,12 @@ from bisect import bisect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
 from threading import BoundedSemaphore
 from typing import Any, TypeVar
 
 from aiohttp import web
+from msgspec import field
+from msgspec.structs import replace
 from prometheus_client import Counter
 
 from fabric.ckpt_server.format.manifest import bytes_digest, etag
@@ -40,6 +41,7 @@ from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, Slot
 from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Compressor, choose
 from fabric.ckpt_server.wire.compression import PIECE_BYTES as WORK_BYTES
 from fabric.errors import ProtocolError, Refused
+from fabric.model import Value
 from fabric.protocol.rules.lanes import TensorRegion
 from fabric.runtime.http.http_service import (
     STALL_S,
@@ -133,8 +135,7 @@ _STREAMS = BoundedSemaphore(8)
 _WORKERS = ThreadPoolExecutor(2, "fabric-work", lower_priority)
 
 
-@dataclass(frozen=True, slots=True)
-class Excerpt:
+class Excerpt(Value):
     """A part of a slot's bytes: ``nbytes`` from ``begin``, or the ``box`` of the tensor at ``span``."""
 
     begin: int

@@ -22,8 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
+from msgspec.structs import asdict, replace
 
 from fabric.ckpt_server.format.manifest import SEAL, check_manifest, seal, state_digest
 from fabric.ckpt_server.format.safetensors_file import TensorSpan, read_header
@@ -31,7 +34,7 @@ from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
 from fabric.ckpt_server.wire import gradient_index
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
 from fabric.errors import FabricError, ProtocolError, Refused
-from fabric.model import SnapshotRef
+from fabric.model import SnapshotRef, Value
 from fabric.protocol.messages.wire import decode_as
 from fabric.runtime.priority import lower_priority
 from fabric.runtime.system_calls import available_bytes, create_memfd
@@ -48,8 +51,7 @@ _LISTED = ("generation", "step", "digest", "nbytes", "created", "rank", "ranks")
 _WORD = re.compile(r"[\x21-\x7e]{0,200}")
 
 
-@dataclass(frozen=True, slots=True)
-class SlotContent:
+class SlotContent(Value):
     """A published snapshot or gradient."""
 
     generation: int
@@ -63,8 +65,8 @@ class SlotContent:
     manifest: bytes = b""  # manifest of a snapshot, as JSON
     manifest_without_tensors: bytes = b""
     state: str = ""  # the digest of the full state
-    tensors: Mapping[str, TensorSpan] = field(default_factory=dict)  # the tensors' places in the slot
-    shards: Mapping[str, Shard] = field(default_factory=dict)  # tensors that are parts of sharded tensors
+    tensors: Mapping[str, TensorSpan] = msgspec.field(default_factory=dict)  # the tensors' places in the slot
+    shards: Mapping[str, Shard] = msgspec.field(default_factory=dict)  # of tensors that are parts
     block_bytes: int = 0
     parts: int = 1  # the number of ranks whose parts make the state
 

@@ -12,12 +12,12 @@ A change of one element always changes the sum. Other damage escapes with a prob
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from msgspec import field
 
 from fabric.ckpt_server.format.safetensors_file import canonical_json, parse_json, read_preamble
 from fabric.ckpt_server.format.tensor_slices import without_shards
@@ -25,6 +25,7 @@ from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded
 from fabric.ckpt_server.state.encoding import bytes_of
 from fabric.ckpt_server.state.training_state import StateView, tensors_of
 from fabric.errors import StateError
+from fabric.model import Value
 from fabric.protocol.rules.lanes import ReplicaLayout
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -45,8 +46,7 @@ def first_copies(parameters: Mapping[str, torch.Tensor], layout: ReplicaLayout, 
     }
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDigests:
+class ContentDigests(Value):
     """Digests the part of rank ``rank``. ``first``: see ``first_copies``.
 
     Outside of modules and optimizers, tensors that are not sharded are the same at all ranks; only rank 0

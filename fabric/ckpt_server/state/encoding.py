@@ -24,6 +24,7 @@ import torch
 from fabric.ckpt_server.format.safetensors_file import canonical_json
 from fabric.ckpt_server.state.dtensor import Shardings, describe_shard, is_sharded, local_part
 from fabric.errors import StateError
+from fabric.model import Value
 
 MAX_DEPTH = 100
 _DOUBLE = struct.Struct(">d")
@@ -77,8 +78,7 @@ DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StatePath:
+class StatePath(Value):
     """The place of a value: ``blob`` is its name in the file (``optimizer/state/0/exp_avg``)."""
 
     blob: str

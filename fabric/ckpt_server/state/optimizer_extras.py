@@ -8,13 +8,13 @@ optimizer is compared with itself at ``attach``, so most optimizers have no extr
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from fabric.errors import StateError
+from fabric.model import Value
 
 # Puts values into the objects that hold them, because user code may refer to these objects.
 
@@ -54,8 +54,7 @@ _OF_TORCH = ("_step_count", "_opt_called")
 _DEPTH = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Attached:
+class _Attached(Value):
     """An optimizer as it was at ``attach``."""
 
     attributes: dict[str, Any]  # copies of the attributes that count

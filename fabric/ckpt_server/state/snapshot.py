@@ -24,12 +24,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from fabric.ckpt_server.format.manifest import BLOCK_BYTES, digest_of_blocks, make_manifest
 from fabric.ckpt_server.state.device_digest import BLOCK_BYTES as DIGEST_BLOCK_BYTES
@@ -37,7 +37,7 @@ from fabric.ckpt_server.state.device_digest import SUMS_BYTES, DeviceDigest, dev
 from fabric.ckpt_server.state.encoding import bytes_of
 from fabric.ckpt_server.state.training_state import StateView
 from fabric.errors import StateError
-from fabric.model import SnapshotRef
+from fabric.model import SnapshotRef, Value
 from fabric.runtime.priority import lower_priority
 
 # One pass over a state, block by block: it copies the state and digests it, or only digests it.
@@ -52,8 +52,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 PIECE_BYTES = 256 << 10  # a piece and its source fit well into a core's second-level cache
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotDigests:
+class SnapshotDigests(Value):
     """The digest of a state's file, and the digests of its blocks (16 hex digits each, in file order)."""
 
     digest: str
@@ -66,8 +65,7 @@ class SnapshotDigests:
         return self.state or self.digest
 
 
-@dataclass(frozen=True, slots=True)
-class TensorExtent:
+class TensorExtent(Value):
     """A tensor of the view (its bytes, flat), and the place of these bytes in the file."""
 
     tensor: torch.Tensor
@@ -484,8 +482,7 @@ def _unregister(memory: Bytes) -> None:
     _cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
-@dataclass(frozen=True, slots=True)
-class _DeviceCopy:
+class _DeviceCopy(Value):
     """One copy under way."""
 
     view: StateView  # keeps the tensors alive until join

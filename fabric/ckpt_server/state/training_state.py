@@ -17,7 +17,6 @@ file's memory.
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,6 +50,7 @@ from fabric.ckpt_server.state.encoding import (
 from fabric.ckpt_server.state.loading import WorkRunner, at_once, check_fit, load_all
 from fabric.ckpt_server.state.optimizer_extras import optimizer_state
 from fabric.errors import IntegrityError, StateError
+from fabric.model import Value
 
 # The state of an optimizer by the names of its parameters.
 #
@@ -143,8 +143,7 @@ _MAX_STEP = 1 << 62
 _PIECE_BYTES = 16 << 20  # the part of a device tensor that is on the host at a time during a digest
 
 
-@dataclass(frozen=True, slots=True)
-class StateView:
+class StateView(Value):
     """A consistent view of live state at ``step``; the tensors are references, not copies.
 
     ``header`` is the file's preamble, ``tensors`` its data in file order (contiguous), ``nbytes``
@@ -181,8 +180,7 @@ def capture(objects: Mapping[str, object], step: int) -> StateView:
     return StateDescriber(objects).capture(step)
 
 
-@dataclass(frozen=True, slots=True)
-class _DescribedItem:
+class _DescribedItem(Value):
     """The description of an object, or of one item of its state, with its structure at that time.
 
     ``entries``: the part's entries in the file's header, each with the number of its tensor among the

@@ -13,13 +13,12 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from fabric.errors import ProtocolError, Refused, ServerLost
-from fabric.model import Int64
+from fabric.model import Int64, Value
 from fabric.protocol.messages.wire import decode_line
 from fabric.runtime.private_folder import check_peer
 
@@ -40,8 +39,7 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_FIRST_LINE_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class DurableJob:
+class DurableJob(Value):
     """A durable checkpoint to write, as the trainer orders it and as its writer gets it.
 
     The server adds ``job`` and ``replica``, and ``made``: an earlier try has made the job's folder, which

@@ -16,11 +16,10 @@ import os
 import struct
 import threading
 import time
-from dataclasses import dataclass
 
 import xxhash
 
-from fabric.model import Int64
+from fabric.model import Int64, Value
 
 KIND = "gradient_index"
 COUNT = 32  # number of gradient slots that have an entry in the index
@@ -34,8 +33,7 @@ MOST_BYTES = _BYTES - _HEAD.size
 _fence = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedGradient:
+class PublishedGradient(Value):
     """The trainer's description of the reduced gradient in a slot."""
 
     generation: Int64
@@ -45,10 +43,6 @@ class PublishedGradient:
     digest: str
     weight: float
     layout: str
-
-    def to_dict(self) -> dict[str, int | float | str]:
-        """Return the fields by name. ``dataclasses.asdict`` would copy them, at each step."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class GradientIndex:

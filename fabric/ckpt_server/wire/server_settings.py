@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from msgspec import field
+from msgspec.structs import asdict
+
 from fabric.errors import ConfigError
+from fabric.model import Value
 from fabric.runtime import logs
 from fabric.runtime.http.tls import Tls
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
+class ServerSettings(Value):
     """Each field is an option of ``python -m fabric.ckpt_server``; OPTIONS says what it means."""
 
     job: str
@@ -35,7 +37,7 @@ class ServerSettings:
 
     def arguments(self) -> list[str]:
         """The command line after the name of the module."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = asdict(self)
         values["lighthouse"] = ",".join(self.lighthouse)
         # Join name and value with "=", so that a value which begins with a dash is not taken for an option.
         return [

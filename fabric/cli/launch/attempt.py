@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from fabric.cli.launch.standbys import Standbys
-from fabric.model import printable, shortened
+from fabric.model import Value, printable, shortened
 from fabric.runtime.rank_layout import RankLayout
 from fabric.runtime.system_calls import die_with, open_pidfd
 
@@ -25,8 +25,7 @@ _LAST_CHARACTERS = 200
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Value):
     """Which part of the replica's ranks this host runs, and where the replica's rank 0 listens."""
 
     node: int = 0
@@ -40,8 +39,7 @@ class Place:
         return range(self.node * count, (self.node + 1) * count)
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptSpec:
+class AttemptSpec(Value):
     """The command, environment and layout of one attempt's ranks."""
 
     command: Sequence[str]

@@ -13,9 +13,11 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+
+from msgspec.structs import replace
 
 from fabric.cli.launch.attempt import AttemptSpec, LaunchAttempt, Place, RankOutput, RankProcess
 from fabric.cli.launch.devices import visible_devices
@@ -31,6 +33,7 @@ from fabric.cli.launch.restart_policy import AttemptEnd, DeviceHistory, NextMove
 from fabric.cli.launch.standbys import Standbys
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
+from fabric.model import Value
 from fabric.protocol.nodes import SPARE, NodeOrder
 from fabric.runtime.guarded_processes import MarkedProcesses
 from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS
@@ -146,8 +149,7 @@ def _can_be_listened_on(port: int) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
+class LaunchPlan(Value):
     """The command, layouts and limits of one launcher."""
 
     command: tuple[str, ...]
@@ -164,8 +166,7 @@ class LaunchPlan:
     has_lighthouse: bool = False  # whether the lighthouse is told how attempts end
 
 
-@dataclass(frozen=True, slots=True)
-class OrderedLayout:
+class OrderedLayout(Value):
     """The layout that the lighthouse has ordered for this replica."""
 
     layout: RankLayout

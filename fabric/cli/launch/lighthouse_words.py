@@ -42,7 +42,8 @@ LAST_REPORT_S = 15.0  # a launcher that gives up waits at most this long for its
 _LONGEST = 300  # characters of a reason that the lighthouse takes
 
 _ORDER_S = 20.0  # more than a lighthouse holds a request
-_ORDER_PAUSE_S = 0.5
+_ORDER_PAUSE_S = 0.5  # between two requests that failed; the first one is repeated sooner, for BROKEN_S
+_AGAIN_S = 0.05
 LAST_WORDS_S = 3.0  # a launcher that ends waits at most this long until the other hosts know
 
 log = logging.getLogger(__name__)
@@ -219,7 +220,7 @@ class OtherHosts:
 
     async def _ask(self, body: dict[str, Any]) -> NodeOrder:
         """Return the next order; while no lighthouse answers, ask again."""
-        reported = ""
+        reported, pause_s = "", _AGAIN_S
         while True:
             try:
                 path = self._lighthouses.path("nodes")
@@ -229,4 +230,5 @@ class OtherHosts:
                 if isinstance(error, FabricError) and str(error) != reported:
                     reported = str(error)
                     log.warning("this replica's hosts cannot meet: %s", reported)
-                await asyncio.sleep(_ORDER_PAUSE_S)
+                await asyncio.sleep(pause_s)
+                pause_s = _ORDER_PAUSE_S

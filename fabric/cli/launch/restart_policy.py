@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FINAL_CODES, FINISHED, LAYOUT_REFUSED, RESTART
+from fabric.model import Value
 from fabric.runtime.rank_layout import RankLayout
 
 # After an attempt of this length the count of quick deaths is zero. The first one is followed by no pause.
@@ -18,8 +19,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 DEVICE_ERRORS, DEVICE_ERRORS_WITHIN_S = 2, 1800.0
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptEnd:
+class AttemptEnd(Value):
     """How an attempt ended."""
 
     codes: Mapping[int, int]  # exit code of each rank; negative: the signal that killed it
@@ -33,8 +33,7 @@ class AttemptEnd:
         return tuple(rank for rank, code in sorted(self.codes.items()) if code == DEVICE_FAILED)
 
 
-@dataclass(frozen=True, slots=True)
-class NextMove:
+class NextMove(Value):
     """The launcher's decision after an attempt."""
 
     code: int | None = None  # the launcher ends with this code; None: it starts the ranks again

@@ -15,9 +15,9 @@ import select
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from fabric.model import Value
 from fabric.runtime.process_environment import STANDBY
 
 # No module reads these variables when it is imported. A spare host knows most of them only once it has taken
@@ -33,8 +33,7 @@ _MAX_WORD = 64
 StartRank = Callable[[Mapping[str, str], tuple[int, ...]], "subprocess.Popen[bytes]"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Standby:
+class _Standby(Value):
     process: "subprocess.Popen[bytes]"
     connection: socket.socket
     environment: dict[str, str]  # without the variables of the attempt

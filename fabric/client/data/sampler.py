@@ -20,7 +20,6 @@ order, as with any sampler.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,13 +28,13 @@ from torch.utils.data import BatchSampler
 from fabric.client.data.loader import data_slot_of
 from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
 from fabric.errors import ConfigError, FabricError
+from fabric.model import Value
 from fabric.runtime import config
 from fabric.runtime.config import Settings, parse_replicas
 from fabric.runtime.living_objects import of_types
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPart:
+class BatchPart(Value):
     """The part of every global batch that this process draws: number ``data_slot`` of ``data_slots``."""
 
     data_slot: int

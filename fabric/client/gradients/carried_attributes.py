@@ -13,7 +13,6 @@ import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fabric.errors import ConfigError
+from fabric.model import Value
 
 _LOOKS = 8  # steps of this process that are looked at
 _GROWTHS = 3  # a value that is set under a condition, such as a cache, must change in that many micro-batches
@@ -30,8 +30,7 @@ _FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "torchmetrics"}  # the
 _BRANCHES = ast.If | ast.For | ast.While | ast.Try | ast.Match | ast.IfExp | ast.FunctionDef | ast.Lambda
 
 
-@dataclass(frozen=True, slots=True)
-class ReadAttribute:
+class ReadAttribute(Value):
     """An attribute of ``module`` that forward may carry."""
 
     module: torch.nn.Module

@@ -30,7 +30,7 @@ from fabric.client.data.loader import data_slot_of
 from fabric.client.gradients.carried_attributes import CarriedAttributes, read_attributes
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
-from fabric.model import Record, first_of
+from fabric.model import Record, Value, first_of
 from fabric.protocol.rules.lanes import ReplicaLayout
 from fabric.runtime.config import Settings, parse_replicas
 
@@ -80,8 +80,7 @@ _OBSERVERS = ("ObserverBase", "FakeQuantizeBase")  # of torch.ao.quantization, w
 _NEVER_AVERAGED = (torch.float16, torch.bfloat16, torch.bool)
 
 
-@dataclass(frozen=True, slots=True)
-class BufferChoices:
+class BufferChoices(Value):
     """The choice for each tensor that forward changes, by its name in the model's state.
 
     Such a tensor is a buffer, or a frozen parameter such as MoCo's second encoder. ``average`` is right for
@@ -222,8 +221,7 @@ _SAMPLED = 4096  # elements that are compared of a large tensor
 _NAMED = 3  # tensors that a sentence names
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
+class _Mark(Value):
     """The remembered value of a tensor."""
 
     shape: torch.Size
@@ -322,8 +320,7 @@ def first_member(record: Record | None) -> str:
     return min(with_state or [x.replica for x in roster], default="")
 
 
-@dataclass(frozen=True, slots=True)
-class RankMeans:
+class RankMeans(Value):
     """Means of the stand-ins' gradients over the ranks of this replica that hold the buffer."""
 
     group: RankGroup

@@ -10,7 +10,6 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -32,6 +31,7 @@ from fabric.client.loop.user_functions import (
     value_of,
 )
 from fabric.errors import ConfigError
+from fabric.model import Value
 
 ONE_TRAINING = (
     "make it once before the loop, or run each training as a job of its own, in a process of its own"
@@ -210,8 +210,7 @@ def _runs_once(source: RunningSource) -> bool:
 # --- what requires gradients --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _States:
+class _States(Value):
     """Finds what freezes or unfreezes parts of a model. ``parameters``: the ids of those of the model."""
 
     parameters: set[int]

@@ -292,6 +292,7 @@ class Session(LoopCalls):
                     yield batch
                 self._watch.ranks.check()
                 self._clock.count(micro_batch, step.weight.take_work(len(samples)))
+                self._parts.snapshots.offer()
             crash_marker.clear()
             self._progress.at = None
             loader.expect(at + 1, following)

@@ -6,12 +6,12 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
+from fabric.model import Value
 from fabric.runtime.config import Settings
 from fabric.runtime.private_folder import make_private, open_private
 
@@ -31,8 +31,7 @@ _SPREAD = 1 << 20
 _claims: dict[Path, int] = {}  # folder -> descriptor; the newest claim is the last
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessIdentity:
+class ProcessIdentity(Value):
     """Which process this is."""
 
     incarnation: int

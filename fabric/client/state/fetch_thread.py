@@ -3,9 +3,9 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 
 from fabric.ckpt_server.fetch.fetcher import GradientMeta, StateFetcher
 from fabric.ckpt_server.format.manifest import bytes_digest

@@ -10,12 +10,12 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.errors import StateError
@@ -181,12 +181,11 @@ class WriteWatch:
                 name,
             )
 
-    def torn(self, copy: memoryview, view: StateView) -> str:
-        """Return a tensor of which ``copy``, made of ``view``, has other bytes than the state now; else "".
+    def torn(self, copy: memoryview, view: StateView, now: StateView) -> str:
+        """Return a tensor of which ``copy``, made of ``view``, has other bytes than ``now``; else "".
 
         After the first four copies equally spaced pieces of 16 MiB in all are compared.
         """
-        now = self.describer.capture(view.step)
         if [(name, t.nbytes) for name, t in now.tensors] != [(name, t.nbytes) for name, t in view.tensors]:
             return "the tensors of the state"
         stride = 1 if self._whole > 0 else max(1, -(-view.nbytes // _COMPARED_BYTES))

@@ -2,7 +2,6 @@
 
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
 from fabric.ckpt_server.reading import BlockState, MergedState, ReadableState, open_state
 from fabric.ckpt_server.state.training_state import values_of
 from fabric.errors import IntegrityError, StateError
+from fabric.model import Value
 from fabric.runtime.config import reader_access
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredValues:
+class RestoredValues(Value):
     """The values of one snapshot.
 
     The tensors lie in one memory of the size of the snapshot, which lives as long as one of them.

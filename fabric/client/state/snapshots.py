@@ -28,7 +28,7 @@ from fabric.ckpt_server.state.training_state import StateDescriber, StateView
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.mutation_guard import UNNAMED, MutationGuard, WriteWatch
 from fabric.errors import ConfigError, FabricError, ServerLost, StateError
-from fabric.model import SnapshotRef
+from fabric.model import SnapshotRef, Value
 from fabric.protocol.messages.member_events import Saved, Snapshotted
 from fabric.protocol.messages.rank_messages import NameSnapshot, SnapshotNamed
 from fabric.runtime.config import Settings, parse_snapshot_every
@@ -122,8 +122,7 @@ def policy_of(settings: Settings) -> SnapshotPolicy:
 SLOT_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedState:
+class CopiedState(Value):
     """A complete copy in a slot of the checkpoint server's memory."""
 
     view: StateView
@@ -458,7 +457,6 @@ class Snapshots:
 
         The copy runs beside user code, unless user code has written to the state before (``WriteWatch``).
         """
-        # Wait until the last copy is over.
         if self._taking is not None:
             self._taking.copied.wait()
             self._settle(self._taking)
@@ -642,6 +640,24 @@ class Snapshots:
             self._await_copy(self._taking)
             self._settle(self._taking)
 
+    def offer(self) -> None:
+        """Let the server serve a copy that is over, if user code has left the state as it was copied.
+
+        For the trainer's thread, between two micro-batches. ``settle`` decides about any other copy. It views
+        the state of no object: FSDP would gather again on the ranks that do.
+        """
+        taking, began = self._taking, time.monotonic()
+        if taking is None or (copy := taking.take_copy()) is None:
+            return
+        view, watch = copy.view, self._watch
+        changed = taking.guard.written() or taking.guard.changed(lambda: view)
+        if changed or self._differs(taking) or watch.torn(copy.memory, view, view):
+            taking.copy = copy
+        else:
+            cost_s = taking.copy_s + time.monotonic() - began
+            self._policy.taken(taking.state.step, taking.started, cost_s)
+            taking.publish(copy)
+
     def _await_copy(self, taking: PendingSnapshot) -> None:
         if not taking.copied.is_set() and taking.wait_begun():
             self._copier.fence()
@@ -662,7 +678,7 @@ class Snapshots:
                     if watch.digest(copy.view) != taking.state.digest:
                         raise StateError(UNNAMED)
                     name = name or "a tensor"
-                name = name or watch.torn(copy.memory, copy.view)
+                name = name or watch.torn(copy.memory, copy.view, self._describer.capture(copy.view.step))
         except StateError as error:
             taking.refused = str(error)
             raise

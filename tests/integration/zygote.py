@@ -9,7 +9,6 @@ Requests are JSON lines ``{"environment": {...}, "log": path}``; answers ``{"pid
 """
 
 import atexit
-import gc
 import importlib
 import json
 import os
@@ -60,7 +59,7 @@ def shown(*error: object) -> int:
 def main() -> None:
     for name in os.environ.get("ZYGOTE_IMPORTS", "").split():
         importlib.import_module(name)
-    gc.freeze()  # else a child's look at all objects copies their memory
+    forked_processes.keep_imports()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)

@@ -16,12 +16,14 @@ SOAK_ARGS ?= --random "1 every 20s for 1h"
 PYTEST := $(BIN)/pytest
 PURE := tests/protocol tests/sim tests/mutants
 JOBS := $(wildcard tests/integration/test_*.py)
-# These whole jobs run in a lane of their own, so that no lane ends long after the others.
+# These whole jobs run in a lane of their own, so that no lane ends long after the others. All that fork from a parent
+# with frameworks are here.
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
-	accelerate act adopted_frameworks adopted_scripts another_store collectives demo drill hosts launched_jobs \
+	accelerate act adopted_frameworks adopted_scripts another_store collectives demo drill hosts job_log launched_jobs \
 	layouts lightning namespaces outer_steps scraped_job slow_links slow_replica torchft_scripts transformers unequal)
-# These parts follow the worlds, for the same reason.
+# These parts follow the worlds, for the same reason, and those of launchers follow the late jobs.
 LATE_PARTS := tests/ckpt_server tests/conformance
+LAUNCHERS := tests/lighthouse/test_node_meeting.py tests/cli/test_launch.py tests/cli/test_standbys.py
 EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
 # `make test` leaves out the tests with the mark `long`, each of which names a cheaper test that stays.
 SHORT := -m 'not long'
@@ -113,8 +115,8 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: setup etcd chromium prometheus helm
 	@(trap 'kill $$!; exit 1' TERM; nice -n 10 $(PYTEST) -p no:cacheprovider $(PURE) & wait $$! && code=0 || code=1; \
 		$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_PARTS) & wait $$! && exit $$code) > .worlds.log 2>&1 & worlds=$$!; \
-	$(PYTEST) $(SHORT) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(LATE_PARTS) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
-	$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_JOBS) > .late.log 2>&1 & late=$$!; \
+	$(PYTEST) $(SHORT) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(LATE_PARTS) $(LAUNCHERS) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
+	$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_JOBS) $(LAUNCHERS) > .late.log 2>&1 & late=$$!; \
 	($(LINT)) > .lint.log 2>&1 & lint=$$!; \
 	trap "kill $$worlds $$parts $$late $$lint" INT TERM; failed=; \
 	$(PYTEST) $(SHORT) $(EARLY_JOBS) || failed=1; \

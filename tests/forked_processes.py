@@ -34,6 +34,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
@@ -223,15 +224,19 @@ def start_lighthouse(arguments: Sequence[str], log: BinaryIO, network: str = "")
 
 
 def start_supervisor(
-    *words: str, log: BinaryIO, environment: dict[str, str] | None = None, cwd: str = ""
+    *words: str,
+    log: BinaryIO,
+    environment: dict[str, str] | None = None,
+    cwd: str = "",
+    program: Sequence[str] = ("-P", "-m", "fabric.cli.main"),
 ) -> ForkedProcess:
-    """Start ``fabric WORDS...`` as the leader of a session, with ``log`` as its output; all that it starts is
-    forked."""
+    """Start ``fabric WORDS...``, or another program, as the leader of a session, with ``log`` as its output;
+    all that it starts is forked."""
     zygote = address(TORCH)
     variables = {**(os.environ if environment is None else environment), LAUNCHERS: zygote}
     with Path(os.devnull).open("rb") as nothing:
         given = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()}
-        command = ("-P", "-m", "fabric.cli.main", *words)
+        command = (*program, *words)
         return ForkedProcess(zygote, command, given, variables, cwd or str(Path.cwd()), session=True)
 
 
@@ -449,10 +454,43 @@ def _fork_programs(zygote: str) -> None:
     attempt.subprocess = SimpleNamespace(Popen=_Fork, **known)
 
 
-def main() -> None:
-    for name in sys.argv[2:-1]:
+def fork_ranks_of_torchrun() -> None:
+    """From now on this agent of torchrun forks its ranks."""
+
+    def start(*, args, env, stdout, stderr, start_new_session) -> ForkedProcess:
+        with Path(os.devnull).open("rb") as nothing:
+            given = {0: nothing.fileno(), 1: stdout.fileno() if stdout else 1}
+            given[2] = stderr.fileno() if stderr else 2
+            return ForkedProcess(os.environ[LAUNCHERS], args[1:], given, env, str(Path.cwd()), session=True)
+
+    package = "torch.distributed.elastic.multiprocessing.subprocess_handler"
+    importlib.import_module(f"{package}.subprocess_handler").Popen = start
+
+
+def _make_ready(names: Sequence[str]) -> None:
+    """Import the modules, and compile the patterns of the servers' routes, once for all forked processes."""
+    for name in (*names, "encodings.idna"):  # the first connection of a process imports the last one
         importlib.import_module(name)
+    no_parts = SimpleNamespace(jobs=SimpleNamespace(token_refused=None))
+    importlib.import_module("fabric.lighthouse.http.routes").make_app(no_parts, None)
+    importlib.import_module("fabric.ckpt_server.server.routes").make_app(None, None, None)
+    gc.collect()
+    keep_imports()
+
+
+def keep_imports() -> None:
+    """Spare forked processes the work on objects of the modules that this process has imported.
+
+    A look at all living objects would copy their memory. At its end, a process would take 30 ms to undo the
+    libraries of torch.
+    """
     gc.freeze()
+    for undone in weakref.finalize._registry:
+        undone.atexit = False
+
+
+def main() -> None:
+    _make_ready(sys.argv[2:-1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, tests still end their processes
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(sys.argv[1])

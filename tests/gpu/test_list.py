@@ -1,9 +1,9 @@
 """Every GPU test has the date of its last pass here; docs/benchmarks.md names those that have never run."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from forked_processes import TORCH, run_python
 
 ROOT = Path(__file__).parents[2]
 NEVER = "never run"
@@ -28,9 +28,10 @@ LAST_PASS = {
 
 
 def collected() -> set[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "tests/gpu"]
-    shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return {line.partition("[")[0] for line in shown.splitlines() if line.startswith("tests/")}
+    command = ("-m", "pytest", "--collect-only", "-q", "-m", "gpu", "tests/gpu")
+    shown = run_python(*command, imports=TORCH, cwd=str(ROOT))
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    return {line.partition("[")[0] for line in shown.stdout.splitlines() if line.startswith("tests/")}
 
 
 def test_the_table_lists_every_gpu_test_and_no_other():

@@ -13,24 +13,21 @@ def zygote():
 
 @pytest.fixture(scope="session")
 def transformers_zygote():
-    """Has imported transformers, which takes seconds: every trainer that it forks starts at once."""
+    """Has imported the frameworks, which takes seconds: every trainer that it forks starts at once."""
     modules = ("transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate")
-    parent = Zygote((*modules, "fabric.integrations.transformers", "fabric.integrations.accelerate"))
+    own = (f"fabric.integrations.{name}" for name in ("transformers", "accelerate", "lightning"))
+    parent = Zygote((*modules, "pytorch_lightning", "torch.utils.tensorboard", *own))
     yield parent
     parent.close()
 
 
 @pytest.fixture(scope="session")
-def lightning_zygote():
-    """As ``transformers_zygote``, with Lightning."""
-    parent = Zygote(("pytorch_lightning", "fabric.integrations.lightning"))
-    yield parent
-    parent.close()
+def lightning_zygote(transformers_zygote):
+    """The same parent: another one would import torch again."""
+    return transformers_zygote
 
 
 @pytest.fixture(scope="session")
-def logging_zygote():
-    """As ``transformers_zygote``, with TensorBoard."""
-    parent = Zygote(("torch.utils.tensorboard",))
-    yield parent
-    parent.close()
+def logging_zygote(transformers_zygote):
+    """As ``lightning_zygote``."""
+    return transformers_zygote

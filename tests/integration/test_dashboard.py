@@ -16,6 +16,7 @@ from job import Job, Zygote
 
 TAB, ENTER, ESCAPE = "\ue004", "\ue007", "\ue00c"
 ENVIRONMENT = {"TINY_STEPS": "20000", "TINY_STEP_S": "0.05"}
+QUIET = ENVIRONMENT | {"TINY_STEP_S": "0.2"}  # it runs for a long time, and a few steps are enough
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def job(zygote, tmp_path):
 def quiet_job(zygote, tmp_path_factory):
     """A job that no test changes."""
     require_browser()
-    with Job(zygote, tmp_path_factory.mktemp("quiet") / "job", environment=ENVIRONMENT) as job:
+    with Job(zygote, tmp_path_factory.mktemp("quiet") / "job", environment=QUIET) as job:
         job.start_all()
         yield job
 

@@ -9,17 +9,18 @@ import sys
 import pytest
 import torch
 from job import Job
+from long_runs import first_here
 from test_failures import finals
 
 from fabric.audit.journal import read_run
 from fabric.audit.summary import judge
 
-STEPS = 30
+STEPS = 24
 
 
 def environment(loop="map", options=None, **more):
     found = {"TEST_TRAINER": "data_trainer", "DATA": loop, "TINY_STEPS": str(STEPS)}
-    found |= {"TINY_PATIENT_STEPS": "20", **more}
+    found |= {"TINY_PATIENT_STEPS": "14", **more}
     return found | ({"DATA_OPTIONS": json.dumps(options)} if options else {})
 
 
@@ -75,7 +76,9 @@ def test_a_stream_goes_on_where_the_job_is(zygote, tmp_path):
             assert positions == [first, first + 1]
 
 
-@pytest.mark.parametrize("point", ["forward@8=kill", "before-barrier@8=kill"])
+@pytest.mark.parametrize(
+    "point", first_here("integration/test_unequal.py", ["before-barrier@8=kill", "forward@8=kill"])
+)
 def test_buffers_are_averaged_and_equal_everywhere(zygote, tmp_path, point):
     """BatchNorm's statistics are part of the state: equal digests, through a kill and a join."""
     with Job(zygote, tmp_path, environment=environment("buffers")) as job:

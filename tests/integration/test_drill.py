@@ -68,7 +68,7 @@ def drill(
     for text in expect:
         words += ["--expect", text]
     words += ["--", sys.executable, str(trainer)]
-    environment = os.environ | {"TINY_STEPS": "1000000", "TINY_STEP_S": "0.05", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"TINY_STEPS": "1000000", "TINY_STEP_S": "0.08", "OMP_NUM_THREADS": "1"}
     environment |= {"EXAMPLE_STEPS": "1000000", "EXAMPLE_PAUSE_S": "0.05"}
     done = run_supervisor(*words, environment=environment, limit_s=LIMIT_S)
     logs = [f"--- {p.name}\n{p.read_text()[-2000:]}" for p in sorted((out / "log").glob("*.log"))]

@@ -20,7 +20,7 @@ from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.reading import DurableState
 from fabric.ckpt_server.state.training_state import capture
 
-STEPS = 40
+STEPS = 30
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_job_resumes_on_another_kind_of_device(job, trainers):
     )
     kill_everything(job)
     job.environment["TEST_TRAINER"] = trainers[1]
-    job.start_all({"r1": "optimizer@20=kill"})
+    job.start_all({"r1": "optimizer@12=kill"})
     job.finish()
     assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
     assert [job.events(r, "join")[0]["step"] for r in job.pids] == [10] * 3
@@ -150,7 +150,7 @@ def away(tmp_path: Path, **more: str) -> dict[str, str]:
 
 
 def test_a_replica_comes_in_from_its_peers_while_storage_cannot_be_listed(zygote, tmp_path):
-    environment = away(tmp_path, TINY_STEPS="40", TINY_PATIENT_STEPS="25")
+    environment = away(tmp_path, TINY_STEPS="28", TINY_PATIENT_STEPS="16")
     with Job(zygote, tmp_path / "job", replicas=2, environment=environment) as job:
         job.start_all({"r1": "optimizer@10=kill"})
         job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
@@ -165,7 +165,7 @@ def test_a_replica_comes_in_from_its_peers_while_storage_cannot_be_listed(zygote
         )
         assert said.endswith(": it is read later, because other replicas hold the job's state"), said
         assert all(url.startswith("http://") for url in job.events("r1", "join")[0]["sources"])
-        assert states(job, "r0")[40] == states(job, "r1")[40]
+        assert states(job, "r0")[28] == states(job, "r1")[28]
 
 
 def test_a_replica_waits_for_storage_when_no_peer_holds_the_state(zygote, tmp_path):
@@ -206,7 +206,7 @@ def test_another_member_writes_checkpoints_after_the_writers_death(job):
     (job.folder / "go").touch()
     job.finish()
     assert job.codes == {"r0": 0, "r1": 0, "r2": 0}, job.logs()
-    assert durable(job)[-1].state.step == 40, "the last state is in storage when the job has ended"
+    assert durable(job)[-1].state.step == STEPS, "the last state is in storage when the job has ended"
 
 
 def test_the_ranks_of_a_replica_write_one_checkpoint_and_begin_again_from_it(zygote, tmp_path):

@@ -9,6 +9,7 @@ from test_failures import finish_and_check
 pytestmark = pytest.mark.etcd
 
 
+@pytest.mark.long("integration/test_etcd_job.py")
 def test_a_kill_with_etcd_as_the_store(zygote, tmp_path, etcd_url):
     environment = {"TEST_STORE": etcd_url, "TEST_NAMESPACE": "kill"}
     with Job(zygote, tmp_path, environment=environment) as job:
@@ -35,7 +36,12 @@ def test_a_lighthouse_dies_in_the_middle_of_a_recovery(zygote, tmp_path, etcd_ur
 
 def test_the_leading_lighthouse_of_two_dies_and_the_other_goes_on(zygote, tmp_path, etcd_url):
     """Trainers know both addresses and reach the follower first: it sends them on, and then leads itself."""
-    environment = {"TEST_STORE": etcd_url, "TEST_NAMESPACE": "two", "TINY_STEPS": "120"}
+    environment = {
+        "TEST_STORE": etcd_url,
+        "TEST_NAMESPACE": "two",
+        "TINY_STEPS": "60",
+        "TINY_PATIENT_STEPS": "40",
+    }
     with Job(zygote, tmp_path, environment=environment) as job:
         leader, leader_url = job.lighthouse, job.url
         job.start_lighthouse()  # after this call job.lighthouse is the follower, which ends with the job
@@ -47,5 +53,5 @@ def test_the_leading_lighthouse_of_two_dies_and_the_other_goes_on(zygote, tmp_pa
             leader.kill()
             leader.wait(timeout=10)
         job.kill("r1")
-        finish_and_check(job, 120)
+        finish_and_check(job, 60)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}

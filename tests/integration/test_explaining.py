@@ -15,9 +15,11 @@ def logged(job: Job, name: str) -> list[dict]:
 def test_the_incident_id_of_a_failure_appears_in_the_logs_of_all_services(zygote, tmp_path, monkeypatch):
     # for the lighthouse; the trainers' settings have the variable too
     monkeypatch.setenv("FABRIC_LOG", "json")
-    with Job(zygote, tmp_path, environment={"FABRIC_LOG": "json", "TINY_STEPS": "40"}) as job:
+    with Job(
+        zygote, tmp_path, environment={"FABRIC_LOG": "json", "TINY_STEPS": "20", "TINY_PATIENT_STEPS": "12"}
+    ) as job:
         job.start_all({"r1": "ring@8=kill"})
-        finish_and_check(job, 40)
+        finish_and_check(job, 20)
         [recovery] = [r for r in job.recoveries() if "r1" in r["lost"]]
         incident_id = recovery["incident_id"]
         assert incident_id == f"e{recovery['epoch']}"

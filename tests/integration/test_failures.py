@@ -39,7 +39,7 @@ def finals(job: Job) -> dict[str, str]:
 def finish_and_check(job: Job, steps: int | None = None, deadline_s: float = DEADLINE_S) -> None:
     job.finish(deadline_s=deadline_s)
     assert job.codes == {f"r{i}": 0 for i in range(job.replicas)}, job.logs()
-    assert len(set(finals(job).values())) == 1
+    assert len(set(finals(job).values())) == 1, job.logs()
     check(job, steps)
 
 
@@ -157,9 +157,9 @@ def test_a_second_member_is_stopped_during_the_recovery(zygote, tmp_path):
 
 
 def test_two_members_die_at_once_and_one_survives(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "30", **PATIENT}) as job:
-        job.start_all({"r1": "barrier@12=kill", "r2": "forward@12=kill"})
-        finish_and_check(job, 30)
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "24", **PATIENT}) as job:
+        job.start_all({"r1": "barrier@8=kill", "r2": "forward@8=kill"})
+        finish_and_check(job, 24)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 2}
 
 

@@ -33,7 +33,7 @@ def test_without_bitwise_equality_one_setting_turns_digests_and_replay_off(zygot
     returning replica enters by a blocking join.
     """
     environment = bad(
-        "states that drift", TINY_STEPS="50", FABRIC_DIGEST_EVERY="drift", TINY_PATIENT_STEPS="30"
+        "states that drift", TINY_STEPS="30", FABRIC_DIGEST_EVERY="drift", TINY_PATIENT_STEPS="20"
     )
     with Job(zygote, tmp_path, environment=environment) as job:
         job.start_all({"r1": "forward@8=kill"})

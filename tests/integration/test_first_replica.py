@@ -4,7 +4,7 @@ import json
 
 from job import Job
 
-ENVIRONMENT = {"TINY_STEPS": "60", "TINY_REPLICAS": "2", "TINY_PATIENT_STEPS": "40"}
+ENVIRONMENT = {"TINY_STEPS": "36", "TINY_REPLICAS": "2", "TINY_PATIENT_STEPS": "28"}
 
 
 def test_a_second_replica_joins_one_that_has_published_no_gradient(zygote, tmp_path):

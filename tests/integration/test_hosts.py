@@ -15,11 +15,12 @@ from alone import losses_alone
 from forked_processes import NETWORK, enter_network, start_supervisor
 from job import HERE, SEARCH_PATH
 from layout_trainer import GLOBAL_BATCH, build
+from long_runs import first_here
 from namespaces import ADDRESSES, Cable
 from test_launched_jobs import LaunchedJob
 
 PROBLEM = Cable.problem()
-STEPS = 60
+STEPS = 40
 HELD_AT = 6
 
 pytestmark = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
@@ -71,12 +72,14 @@ class Hosts:
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("layout", "lost"), [("fsdp", "host-1"), ("tp", "host-0")])
+@pytest.mark.parametrize(
+    ("layout", "lost"), first_here("integration/test_hosts.py", [("tp", "host-0"), ("fsdp", "host-1")])
+)
 def test_a_spare_host_takes_the_place_of_a_lost_one_and_the_job_loses_no_step(zygote, tmp_path, layout, lost):
     """Rank 0 runs on host-0, and the spare host is on the other side of the cable."""
     environment = {
         "TINY_STEPS": str(STEPS),
-        "TINY_PATIENT_STEPS": "50",
+        "TINY_PATIENT_STEPS": "30",
         "FABRIC_REPLICAS": "2",
         "SHARDED": layout,
     }
@@ -106,8 +109,18 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_and_the_job_loses_no_step(zy
         )
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["the other waits", "the other trains on"])
-@pytest.mark.parametrize("lost", ["rank", "host"])
+# Each fault in one of the two ways; only `make long` has all four pairs.
+@pytest.mark.parametrize(
+    ("lost", "waits"),
+    [
+        ("rank", False),
+        ("host", True),
+        *(
+            pytest.param(*pair, marks=pytest.mark.long("integration/test_hosts.py"))
+            for pair in (("rank", True), ("host", False))
+        ),
+    ],
+)
 def test_healthy_hosts_start_from_their_own_memory_and_only_a_lost_one_fetches(zygote, tmp_path, lost, waits):
     """Every server holds the snapshot of the step in which r1 dies. r0 waits there, or stands two steps on,
     and takes no snapshot."""
@@ -191,10 +204,10 @@ def test_a_host_that_is_cut_off_loses_its_place_and_stands_by_when_it_returns(zy
         job.check_lanes(60)
 
 
-@pytest.mark.parametrize("lost", ["voice", "host"])
+@pytest.mark.parametrize("lost", first_here("integration/test_hosts.py", ["voice", "host"]))
 def test_the_voice_of_a_host_is_lost_and_all_ranks_start_again(zygote, tmp_path, lost):
     """Each host of r1 has two ranks; rank 2 speaks for rank 3. A spare host takes the place of a lost one."""
-    environment = {"TINY_STEPS": "40", "TINY_PATIENT_STEPS": "30", "FABRIC_REPLICAS": "2"}
+    environment = {"TINY_STEPS": "24", "TINY_PATIENT_STEPS": "16", "FABRIC_REPLICAS": "2"}
     with (
         Cable() as cable,
         LaunchedJob(
@@ -220,7 +233,7 @@ def test_the_voice_of_a_host_is_lost_and_all_ranks_start_again(zygote, tmp_path,
             (stop,) = job.rank_events("r1", rank, "stop")
             assert "rank 2 of this replica is lost" in stop["reason"], stop
         assert any(e["contributed"] and e["step"] > 12 for e in job.events("r1", "commit")), job.logs()
-        job.check_lanes(40)
+        job.check_lanes(24)
 
 
 def holders(job: LaunchedJob, cable: Cable, step: int) -> dict[tuple[str, int], str]:

@@ -8,7 +8,7 @@ KILLED_AT = 12
 
 
 def test_a_death_is_in_the_log_once_for_the_job(logging_zygote, tmp_path):
-    environment = {"TEST_TRAINER": "logging_trainer", "TINY_STEPS": "40", "TINY_PATIENT_STEPS": "20"}
+    environment = {"TEST_TRAINER": "logging_trainer", "TINY_STEPS": "28", "TINY_PATIENT_STEPS": "14"}
     with Job(logging_zygote, tmp_path, environment=environment) as job:
         for replica in ("r0", "r1", "r2"):
             point = f"ring@{KILLED_AT}=kill" if replica == "r1" else ""

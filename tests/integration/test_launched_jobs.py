@@ -15,10 +15,15 @@ from job import HERE, SEARCH_PATH
 from layout_trainer import GLOBAL_BATCH, build
 from rank_job import RankJob
 
-STEPS = 36
+STEPS = 24
 # Start without `fabric run`: its low-priority imports would take minutes on a crowded host.
 AT_ONCE = ["--ranks", "2", "--no-python", sys.executable]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=100", "--monitor-interval=0.1"]
+TORCHRUN = """
+import sys, forked_processes, torch.distributed.run
+forked_processes.fork_ranks_of_torchrun()
+torch.distributed.run.main(sys.argv[1:])
+"""
+TORCHRUN_OPTIONS = ["--standalone", "--max-restarts=100", "--monitor-interval=0.1"]
 
 
 @dataclass
@@ -51,19 +56,10 @@ class LaunchedJob(RankJob):
         )
         environment = {**os.environ, **environment}
         with (self.folder / f"{replica}.log").open("ab") as log:
-            if not torchrun:
-                self.launchers[replica] = start_supervisor(
-                    "launch", *program, log=log, environment=environment
-                )
-            else:
-                self.launchers[replica] = subprocess.Popen(
-                    [sys.executable, *TORCHRUN, *program],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
+            words, own = ("launch", *program), {}
+            if torchrun:
+                words, own = (*TORCHRUN_OPTIONS, *program), {"program": ("-c", TORCHRUN)}
+            self.launchers[replica] = start_supervisor(*words, log=log, environment=environment, **own)
         self.groups[replica] = [f"{replica}.{rank}" for rank in range(self.ranks)]
 
     def start_beside(self, replica: str, points: str = "") -> None:
@@ -103,7 +99,7 @@ class LaunchedJob(RankJob):
 
 @pytest.fixture
 def job(zygote, tmp_path):
-    environment = {"TINY_STEPS": str(STEPS), "TINY_PATIENT_STEPS": "30", "FABRIC_REPLICAS": "2"}
+    environment = {"TINY_STEPS": str(STEPS), "TINY_PATIENT_STEPS": "18", "FABRIC_REPLICAS": "2"}
     with LaunchedJob(zygote, tmp_path, replicas=2, ranks=2, environment=environment) as running:
         yield running
 
@@ -123,16 +119,16 @@ def check_ends(job: LaunchedJob, killed_at: int = 8) -> None:
 def test_a_killed_rank_and_a_killed_launcher_each_bring_the_whole_replica_back(job):
     """A rank of r1 dies, and later its launcher. The ranks have a fresh rendezvous each time. SIGKILL of the
     launcher ends its ranks and no server, so that the next ranks find their state."""
-    job.environment |= {"TINY_STEPS": "66", "TINY_PATIENT_STEPS": "60"}
+    job.environment |= {"TINY_STEPS": "40", "TINY_PATIENT_STEPS": "34"}
     held = job.folder / "second"
-    job.start_beside("r0", f"forward@36=wait:{held}")
+    job.start_beside("r0", f"forward@22=wait:{held}")
     job.launch("r1", "--ranks", "2")
     job.wait_step("r1", 5)
     servers = set(job.server_pids())
     assert len(servers) == 2, "the ranks of a replica on one host have one checkpoint server"
     os.kill(job.pid("r1", 1), signal.SIGKILL)
-    # r0 stands in step 36 until r1's launcher is dead. It waits in each step before for r1 to be back.
-    job.wait_for(Path(f"{held}.awaited").exists, "step 36")
+    # r0 stands in step 22 until r1's launcher is dead. It waits in each step before for r1 to be back.
+    job.wait_for(Path(f"{held}.awaited").exists, "step 22")
     job.wait_for(
         lambda: any(e["contributed"] and e["step"] > 8 for e in job.events("r1", "commit")), "r1 to be back"
     )
@@ -142,7 +138,7 @@ def test_a_killed_rank_and_a_killed_launcher_each_bring_the_whole_replica_back(j
     assert set(job.server_pids()) == servers
     job.launch("r1", *AT_ONCE)
     held.touch()
-    check_ends(job, 36)
+    check_ends(job, 22)
     starts = job.notes("r1")
     assert len(starts) == 6 and len({pid for _, pid, _, _ in starts}) == 6, "both ranks started three times"
     rendezvous = [{row[2] for row in starts[n : n + 2]} for n in (0, 2, 4)]

@@ -5,7 +5,7 @@ import json
 from job import Job
 from test_failures import finals
 
-STEPS = 40  # of the 64 batches of a pass
+STEPS = 28  # of the 64 batches of a pass
 KILLED_AT = 12
 
 

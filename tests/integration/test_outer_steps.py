@@ -193,7 +193,7 @@ def test_a_stopped_replica_is_evicted_and_comes_back_in_the_same_process(zygote,
 
 
 def test_the_example_survives_a_kill_and_a_join(zygote, tmp_path):
-    run(zygote, tmp_path, "diloco")
+    run(zygote, tmp_path, "diloco", steps=40, EXAMPLE_PAUSE_S="0.03")
 
 
 def test_an_exchange_that_fails_is_repeated_with_the_same_pseudo_gradients(zygote, tmp_path):

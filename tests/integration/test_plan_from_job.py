@@ -17,12 +17,12 @@ def plan(job, *more):
 
 
 def test_a_plan_takes_rate_and_phases_from_the_deaths_that_a_job_has_recorded(zygote, tmp_path):
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "80", "TINY_PATIENT_STEPS": "30"}) as job:
+    with Job(zygote, tmp_path, environment={"TINY_STEPS": "48", "TINY_PATIENT_STEPS": "38"}) as job:
         gate = tmp_path / "gate"
-        job.start_all({"r1": "forward@8=kill", "r2": f"forward@40=wait:{gate}"})
+        job.start_all({"r1": "forward@8=kill", "r2": f"forward@28=wait:{gate}"})
         job.wait_for(lambda: job.ended("r1") is not None, "the death of r1")
         job.start("r1")
-        job.wait_for(lambda: (tmp_path / "gate.awaited").exists(), "r2 to come to step 40")
+        job.wait_for(lambda: (tmp_path / "gate.awaited").exists(), "r2 to come to step 28")
         job.wait_for(lambda: [x["kind"] for x in job.recoveries()] == ["death"], "a record of the death")
         early = plan(job)
         assert early.returncode == 2, early.stdout

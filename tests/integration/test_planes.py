@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from job import Job
+from long_runs import first_here
 from test_failures import finish_and_check
 
 pytestmark = pytest.mark.integration
@@ -33,6 +34,7 @@ def settled(job: Job) -> int:
     return max(e["epoch"] for e in job.events("r0", "epoch") if len(e["roster"]) == job.replicas)
 
 
+@pytest.mark.long("integration/test_planes.py")
 def test_members_on_one_host_share_memory_by_themselves_and_survive_a_kill_in_the_ring(zygote, tmp_path):
     with Job(zygote, tmp_path) as job:
         job.start_all({"r1": "ring@12=kill"})
@@ -43,7 +45,7 @@ def test_members_on_one_host_share_memory_by_themselves_and_survive_a_kill_in_th
         assert planes(job, "r0", 1) == {("shm", "shm")}
 
 
-@pytest.mark.parametrize("exchange", ["bfloat16", "int8"])
+@pytest.mark.parametrize("exchange", first_here("integration/test_outer_steps.py", ["bfloat16", "int8"]))
 def test_replicas_in_fewer_bytes_end_in_equal_states_after_a_kill_in_the_ring(zygote, tmp_path, exchange):
     """r2 is set to TCP: two links carry fewer bytes, and the third one shares memory."""
     with Job(zygote, tmp_path, environment={"FABRIC_EXCHANGE": exchange}) as job:
@@ -65,7 +67,7 @@ def test_a_replica_of_another_exchange_type_is_refused_by_name(zygote, tmp_path)
         assert "(FABRIC_EXCHANGE is int8 here and float32 there)" in job.said("r1")
 
 
-@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize("action", first_here("integration/test_drill.py", ["kill", "stop"]))
 def test_a_ring_may_be_mixed_and_loses_a_member_in_the_midst_of_an_exchange(zygote, tmp_path, action):
     """r2 is set to TCP, so its two links use TCP, and the link between r0 and r1 uses shared memory."""
     with Job(zygote, tmp_path) as job:

@@ -10,8 +10,8 @@ from torchft_trainer import with_changed_imports
 
 from fabric.client import restore_values
 
-STEPS = 40
-KILLED_AT = 12
+STEPS = 26
+KILLED_AT = 10
 
 
 def for_torchft() -> str:

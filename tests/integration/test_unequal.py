@@ -23,7 +23,7 @@ from fabric.ckpt_server.durable.reader import list_checkpoints
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.client.data.sample_plan import SamplePlan
 
-STEPS = 36
+STEPS = 24
 
 
 def losses(job: RankJob, replica: str) -> list[float]:
@@ -35,7 +35,7 @@ def unequal(zygote, folder, layouts: dict[str, tuple[str, int]], **environment: 
     common = {
         "TEST_TRAINER": "layout_trainer",
         "TINY_STEPS": str(STEPS),
-        "TINY_PATIENT_STEPS": "28",
+        "TINY_PATIENT_STEPS": "16",
         "FABRIC_UNEQUAL": "1",
         "LAYOUT_BUCKET_BYTES": "200",
         **environment,

@@ -28,7 +28,11 @@ def test_a_lighthouse_is_replaced_by_one_of_a_neighbouring_version(zygote, tmp_p
     """After a rolling upgrade, and after its rollback, the new leader reads the record and the members go
     on.
     """
-    with Job(zygote, tmp_path, environment={"TINY_STEPS": "300", "TINY_STEP_S": "0.01"}) as job:
+    with Job(
+        zygote,
+        tmp_path,
+        environment={"TINY_STEPS": "120", "TINY_STEP_S": "0.01", "TINY_PATIENT_STEPS": "100"},
+    ) as job:
         job.start_all()
         job.wait_for(lambda: len(job.events("r0", "commit")) > 10, "ten steps under our lighthouse")
         port = int(job.url.rsplit(":", 1)[1])
@@ -40,7 +44,7 @@ def test_a_lighthouse_is_replaced_by_one_of_a_neighbouring_version(zygote, tmp_p
         job.wait_for(lambda: job.events("r1", "joined"), "the other lighthouse to let r1 back in")
         job.stop_lighthouse()
         job.start_lighthouse(port)
-        finish_and_check(job, 300)
+        finish_and_check(job, 120)
         assert job.starts == {"r0": 1, "r1": 2, "r2": 1}
 
 

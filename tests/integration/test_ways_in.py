@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from job import Job
+from long_runs import first_here
 from test_failures import check, finals
 
 from fabric.audit.journal import read_run
@@ -12,17 +13,19 @@ from fabric.drill.judge.drill_record import DrillRecord
 from fabric.drill.judge.drill_verdict import judge_drill
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-KILLED_AT = 6
+KILLED_AT, STEPS = 6, 24
 
 
-def run(zygote, folder: Path, trainer: str, steps: int = 40, **environment: str) -> Job:
+def run(zygote, folder: Path, trainer: str, steps: int = STEPS, **environment: str) -> Job:
     """Two replicas; r1 kills itself in mid-forward or mid-ring, is restarted, and both finish."""
     point = environment.pop("POINT", f"ring@{KILLED_AT}=kill")
+    is_example = (EXAMPLES / f"{trainer}.py").exists()
     shared = {
-        "TEST_TRAINER": trainer,
+        "TEST_TRAINER": "patient_example" if is_example else trainer,
+        "TEST_EXAMPLE": trainer,
         "EXAMPLE_STEPS": str(steps),
-        "EXAMPLE_PAUSE_S": "0.03",  # the pause of the examples in each step
-        "TINY_PATIENT_STEPS": "30",  # the pause of the test trainers near the end
+        "TINY_STEPS": str(steps),
+        "TINY_PATIENT_STEPS": str(steps - KILLED_AT - 1),
         **environment,
     }
     with Job(zygote, folder, replicas=2, environment=shared) as job:
@@ -53,15 +56,15 @@ def said(job: Job, replica: str, word: str) -> dict[int, str]:
 )
 def test_an_example_survives_a_kill_and_a_join(zygote, tmp_path, example):
     job = run(zygote, tmp_path, example)
-    check(job, 40)
+    check(job, STEPS)
 
 
 def test_a_loop_that_others_own_survives_a_kill_and_a_join(zygote, tmp_path):
     # With ``exchange`` no replica inherits work: the job skips the dead replica's part.
-    job = run(zygote, tmp_path, "exchange", steps=60)
+    job = run(zygote, tmp_path, "exchange")
     commits = job.events("r0", "commit")
     assert all(e["skipped"] == [] for e in commits), "without a sampler no micro-batch has a sample to skip"
-    check(job, 60)
+    check(job, STEPS)
     drilled = judge_drill(DrillRecord(read_run(job.folder), ended=math.inf))
     assert not drilled.broken
     # The kill is no fault of a drill here, and the times depend on the machine.
@@ -72,14 +75,14 @@ def test_a_loop_that_others_own_survives_a_kill_and_a_join(zygote, tmp_path):
 
 def test_all_clip_the_same_average(zygote, tmp_path):
     job = run(zygote, tmp_path, "clipping")
-    check(job, 40)
+    check(job, STEPS)
     ours, theirs = said(job, "r0", "norm"), said(job, "r1", "norm")
-    assert set(ours) == set(range(40)) and len(set(ours.values())) > 20
+    assert set(ours) == set(range(STEPS)) and len(set(ours.values())) > 20
     assert {step: ours[step] for step in theirs} == theirs
 
 
 def test_an_overflow_on_one_replica_is_skipped_by_all_together(zygote, tmp_path):
-    job = run(zygote, tmp_path, "mixed_precision", EXAMPLE_OVERFLOW_AT="3")
+    job = run(zygote, tmp_path, "mixed_precision", steps=40, EXAMPLE_OVERFLOW_AT="3")
     check(job, 40)
     ours, theirs = said(job, "r0", "scale"), said(job, "r1", "scale")
     # The overflow halves the scale, and 25 finite steps double it, also at the newcomer.
@@ -96,11 +99,19 @@ ON_DEVICE = {"OVERLAP_DEVICE": "1"}
 
 @pytest.mark.parametrize(
     ("how", "where"),
-    [("plain", {}), ("ddp", {}), ("averaged", {}), ("plain", ON_DEVICE), ("ddp", ON_DEVICE)],
+    [
+        ("ddp", {}),
+        ("averaged", {}),
+        ("plain", ON_DEVICE),
+        *(
+            pytest.param(*case, marks=pytest.mark.long("integration/test_ways_in.py"))
+            for case in (("plain", {}), ("ddp", ON_DEVICE))
+        ),
+    ],
 )
 def test_buckets_go_out_while_backward_runs_through_a_kill_and_a_join(zygote, tmp_path, how, where):
-    job = run(zygote, tmp_path, "overlap_trainer", OVERLAP=how, TINY_STEPS="40", **where)
-    check(job, 40)
+    job = run(zygote, tmp_path, "overlap_trainer", OVERLAP=how, **where)
+    check(job, STEPS)
     for replica in ("r0", "r1"):
         lines = (job.folder / f"{replica}.log").read_text().splitlines()
         overlapped = [line for line in lines if line.startswith("overlapped")]
@@ -123,15 +134,14 @@ def test_a_retry_redoes_the_exchange_and_computes_again_only_what_was_not_retain
         tmp_path,
         "overlap_trainer",
         OVERLAP="plain",
-        TINY_STEPS="40",
         FABRIC_ON_ABORT=on_abort,
     )
-    check(job, 40)
+    check(job, STEPS)
     assert computed(job, KILLED_AT) == times
     assert computed(job, KILLED_AT - 1) == 6
 
 
-@pytest.mark.parametrize("where", [{}, ON_DEVICE])
+@pytest.mark.parametrize("where", first_here("integration/test_ways_in.py", [{}, ON_DEVICE]))
 def test_a_gradient_that_is_changed_on_its_way_is_exchanged_again_as_it_is(zygote, tmp_path, where):
     environment = {"TEST_TRAINER": "overlap_trainer", "OVERLAP": "changed", "TINY_STEPS": "20", **where}
     with Job(zygote, tmp_path, replicas=2, environment=environment) as job:

@@ -20,8 +20,8 @@ import sys
 import forked_processes
 import odd_trainer  # noqa: F401  (imported before any fork, like everything that imports torch)
 import sharded_trainer  # noqa: F401
-import tiny_trainer  # noqa: F401
-import torch._dynamo  # noqa: F401  (a second of every trainer's first optimizer; starts no thread)
+import tiny_trainer
+import torch._dynamo  # a second of every trainer's first optimizer; starts no thread
 
 
 def child(request: dict) -> None:
@@ -57,10 +57,27 @@ def shown(*error: object) -> int:
     return 1
 
 
+def make_first_step() -> None:
+    """Do here what the first optimizer of each trainer would do once: 5 ms of imports and wrapped functions.
+
+    There is no backward pass, so no thread starts. Nothing of the model is left.
+    """
+    drawn = torch.random.get_rng_state()
+    model, optimizer, scheduler = tiny_trainer.build(8)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    scheduler.step()
+    del model, optimizer, scheduler, parameter
+    torch.random.set_rng_state(drawn)
+    gc.collect()
+
+
 def main() -> None:
     for name in os.environ.get("ZYGOTE_IMPORTS", "").split():
         importlib.import_module(name)
-    gc.freeze()  # else a child's look at all objects copies their memory
+    make_first_step()
+    forked_processes.keep_imports()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)

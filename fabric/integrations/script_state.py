@@ -88,8 +88,14 @@ class ScriptGradients:
     def fill(self) -> None:
         """Leave a gradient of zeros, for code of the script that reads or changes ``.grad``."""
         self._zeros = self._zeros or [torch.zeros_like(parameter) for parameter in self._parameters]
+        for zeros in self._zeros:
+            zeros.zero_()
+        self.show()
+
+    def show(self) -> None:
+        """Put the zeros of ``fill`` back, for code that reads ``.grad`` after an update that is left out."""
         for parameter, zeros in zip(self._parameters, self._zeros, strict=True):
-            parameter.grad = zeros.zero_()
+            parameter.grad = zeros
 
     def set_aside(self) -> None:
         """Let the gradients wait for ``bring_back``, unless others wait already."""

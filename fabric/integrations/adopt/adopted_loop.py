@@ -125,8 +125,8 @@ class AdoptedLoop:
             self._exchanged = True
             self._reach_update()
 
-    def on_update(self, optimizer: torch.optim.Optimizer, closure: object) -> bool:
-        """Exchange if clipping has not; return whether the update is real."""
+    def on_update(self, optimizer: torch.optim.Optimizer, closure: object) -> None:
+        """Exchange if clipping has not. Leave no gradient, and so no update, where the loop only counts."""
         own = optimizer if self.objects is None else self.objects.optimizer
         if optimizer is not own and not belongs(optimizer, [own]):
             raise ConfigError(
@@ -143,10 +143,13 @@ class AdoptedLoop:
                 f"know what to exchange: {OWN_WAY}"
             )
         self.on_gradient_use()
-        return self.updates
+        if not self.updates and self._gradients is not None:
+            self._gradients.drop()
 
     def after_update(self) -> None:
         """The update of this step is done, or was left out, as by a scaler."""
+        if not self.updates and self._gradients is not None:
+            self._gradients.show()
         self._has_gradient = self._exchanged = False
         if self.data.sampler is not None:
             self._is_between = True
@@ -458,11 +461,7 @@ def _scaler_update(loop: AdoptedLoop, original: Call) -> Call:
 
 def _before_step(loop: AdoptedLoop, optimizer: Any, arguments: Any, named: Any) -> None:
     closure = arguments[1] if len(arguments) > 1 else named.get("closure")  # the optimizer comes first
-    if not loop.on_update(optimizer, closure):
-        # The optimizers change no parameter without a gradient.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+    loop.on_update(optimizer, closure)
 
 
 # Python binds functions of a class to the instance, but not methods of another object.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from fabric.errors import ConfigError
-from fabric.integrations.adopt.adopted_data import draws_data, refuse_other_data, refuse_same_data
+from fabric.integrations.adopt.adopted_data import refuse_other_data, refuse_same_data
 
 BASE = """
 import random
@@ -38,16 +38,6 @@ ALIKE = {
             def __iter__(self):
                 for i in range(9): yield torch.ones(4) * i
         stream = Numbers()
-    """,
-    "batches from a generator of the script's": """
-        drawn = torch.Generator()
-        drawn.manual_seed(1)
-        def loop(check):
-            for _ in range(2):
-                x = torch.randn(8, 4, generator=drawn)
-                y = x.sum(1)
-                loss = (model(x) - y).square().mean()
-                check()
     """,
 }
 OTHERS = {
@@ -128,53 +118,16 @@ OTHERS = {
         from torch.utils.data import ChainDataset
         stream = ChainDataset([])
     """,
-    "batches by torch's generator": """
-        def loop(check):
-            for _ in range(2):
-                x = torch.randn(8, 4)
-                loss = model(x).mean()
-                check()
-    """,
-    "batches by two generators": """
-        drawn = torch.Generator()
-        def loop(check):
-            for _ in range(2):
-                x = torch.randn(8, 4, generator=drawn)
-                x = x + torch.randn(8, 4)
-                loss = model(x).mean()
-                check()
-    """,
-    "batches of rows that the script has drawn before": """
-        drawn, rows = torch.Generator(), torch.randn(99, 4)
-        def loop(check):
-            for _ in range(2):
-                x = rows[torch.randint(0, 99, (8,), generator=drawn)]
-                loss = model(x).mean()
-                check()
-    """,
-    "noise for another tensor": """
-        drawn = torch.Generator()
-        def loop(check):
-            for x in torch.randn(2, 8, 4):
-                noise = torch.randn(8, 4, generator=drawn)
-                loss = model(x).mean()
-                check()
-    """,
 }
-LOOP = """
-if "loop" not in globals():
-    def loop(check):
-        for x in range(2): check()
-"""
 
 
 @pytest.fixture
 def adopt(tmp_path):
     def run(text, replicas=2):
         path, names = tmp_path / "script.py", {"__name__": "script"}
-        path.write_text(BASE + textwrap.dedent(text) + LOOP)
+        path.write_text(BASE + textwrap.dedent(text))
         exec(compile(path.read_text(), str(path), "exec"), names)
-        names["loop"](lambda: refuse_same_data(sys._getframe(), names["stream"], replicas))
+        refuse_same_data(names["stream"], replicas)
 
     return run
 
@@ -189,35 +142,6 @@ def test_data_that_are_alike_by_the_source_are_refused_before_the_first_step(ado
 @pytest.mark.parametrize("text", OTHERS.values(), ids=OTHERS)
 def test_data_that_may_differ_are_left_to_the_watch(adopt, text):
     adopt(text)
-
-
-DRAWS = {
-    "a permutation of an outer loop": (
-        "order = torch.randperm(8)",
-        "x = data[order[i:i + 2]].float()",
-        False,
-    ),
-    "a slice": ("pass", "x = data[i:i + 2].to(torch.float32)", False),
-    "indices of each step": ("pass", "x = data[torch.randint(0, 8, (2,))]", True),
-    "a function": ("pass", "x = batch()", True),
-    "noise in place": ("pass", "x = data[i:i + 2]; x = x.normal_()", True),
-    "numpy": ("pass", "x = data[numpy.random.randint(0, 8, 2)]", True),
-    "a generator that goes on": ("numbers = iter(data)", "x = next(numbers)", True),
-}
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_a_loop_that_may_draw_its_inputs_in_each_step_is_told_from_one_that_does_not(tmp_path, name):
-    outer, inner, draws = DRAWS[name]
-    path, found = tmp_path / "script.py", []
-    path.write_text(
-        "import numpy\nimport torch\nmodel, data = torch.nn.Linear(4, 1), torch.randn(8, 4)\n"
-        f"def batch(): return data[:2]\nfor epoch in range(1):\n    {outer}\n"
-        f"    for i in range(0, 2, 2):\n        {inner}\n        loss = model(x).sum()\n        look()\n"
-    )
-    names = {"look": lambda: found.append(draws_data(sys._getframe(1)))}
-    exec(compile(path.read_text(), str(path), "exec"), names)
-    assert found == [draws]
 
 
 GROWING = {

@@ -31,7 +31,7 @@ from fabric.client.loop.later_changes import ONE_TRAINING
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS, belongs
 from fabric.errors import ConfigError
-from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch, draws_data
+from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch
 from fabric.integrations.adopt.living_objects import OWN_WAY, TrainingObjects
 from fabric.integrations.script_state import (
     RepeatedOutputs,
@@ -277,7 +277,7 @@ class AdoptedLoop:
         if self.data.sampler is not None:
             session.draw_from(self.data.sampler)
         else:
-            self._inputs = InputWatch(objects.model, draws_data(sys._getframe(1)))  # noqa: SLF001
+            self._inputs = InputWatch(objects.model)
         averaged = ", its buffers averaged" if buffers == "average" else ""
         sys.stderr.write(
             f"fabric: {self._settings.replica}: adopted {objects.describe()}{averaged} and "

@@ -4,9 +4,10 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from fabric.client.loop.session import Session, SoloSession
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.shutdown import refuse_second_training
 from fabric.client.loop.unshared_objects import UNSHARED, UnsharedWatch
+from fabric.client.loop.user_functions import kept_by_calls
 from fabric.client.process.drill_endpoint import DrillEndpoint
 from fabric.client.process.excepthook import install_excepthook
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim_identity
@@ -179,6 +181,7 @@ def make_session(
     outside = accept_optimizers(model, optimizers, state)
     if choices.refuses_others:
         refuse_gradient_hooks(model)
+        refuse_hook_memory(model, state.values())
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
@@ -199,6 +202,26 @@ def make_session(
     if choices.sampler is not None:
         session.draw_from(choices.sampler)
     return session
+
+
+def refuse_hook_memory(model: torch.nn.Module, shared: Iterable[object]) -> None:
+    """Raise ConfigError for a hook of the user's that changes gradients or outputs by its earlier calls.
+
+    ``shared``: objects of the shared state, which may keep what they like.
+    """
+    hooks: list[Any] = []
+    for parameter in model.parameters():
+        hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
+    for module in model.modules():
+        tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+        called = [hook for table in tables for hook in getattr(module, table).values()]
+        hooks += [MethodType(x, module) if isinstance(x, FunctionType) else x for x in called]
+    kept = kept_by_calls(hooks, {id(x) for x in shared})
+    if kept:
+        raise ConfigError(
+            f"a hook of the model goes by {kept}, and a replica that joins has not seen those calls: let the "
+            'hook go by its call alone, keep the value in state=, or say unshared="ignore"'
+        )
 
 
 def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:

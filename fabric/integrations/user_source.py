@@ -15,6 +15,7 @@ alone.
 """
 
 import ast
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -335,7 +336,7 @@ def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", p
         if name in sources and moves_training(loops[0], made_from(loops[0], {name})):
             return f"the training depends on {name}, which {place}:{at} carries from what is measured"
     for name in sorted(sources):
-        at = _trains_by_past(loops, name)
+        at = _trains_by_past(loops, name, measured)
         if at:
             return f"the training depends on {name}, which {place}:{at} measures for the next pass"
     # A gradient is that of all replicas when a limit or a rate goes by it.
@@ -349,22 +350,29 @@ def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", p
     return ""
 
 
-def _trains_by_past(loops: list[LOOPS], name: str) -> int:
-    """Return the line that measures ``name`` after the loop over the batches that trains by it, or 0."""
-    if len(loops) < 2:
-        return 0
-    inner = loops[1]
-    parts = [x for x in ast.walk(loops[0]) if isinstance(x, ast.Name | ast.Attribute)]
-    first = min((x.lineno for x in parts if isinstance(x.ctx, ast.Store) and dotted(x) == name), default=0)
-    if first <= (inner.end_lineno or 0):
-        return 0
-    for node in ast.walk(inner):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr) and name in names_read(
-            node
-        ):
-            made = made_from(inner, set(stores([node])))
-            if moves_training(node, {name}) or (made and moves_training(inner, made)):
-                return first
+def _trains_by_past(loops: list[LOOPS], name: str, measured: "_Measured") -> int:
+    """Return the line that sets ``name``, if a loop trains by the value that it has from an earlier pass.
+
+    A line under a test may leave the old value. What other objects answer to the model in each step, such as
+    an environment, is this replica's data.
+    """
+    for loop, inner in itertools.zip_longest(loops, loops[1:]):
+        tests = [x for x in ast.walk(loop) if isinstance(x, ast.If) and not x.orelse]
+        tested = {id(y) for x in tests for part in x.body for y in ast.walk(part)}
+        parts = [x for x in ast.walk(loop) if isinstance(x, ast.Name | ast.Attribute) and dotted(x) == name]
+        stored = [x for x in parts if isinstance(x.ctx, ast.Store) and id(x) not in tested]
+        first, column = min(((x.lineno, x.col_offset) for x in stored), default=(0, 0))
+        is_after = inner is not None and first > (inner.end_lineno or 0)
+        sets = [value for _, names, value in assignments(loop) if name in names]
+        if not is_after and all(map(measured.asks_others, sets)):
+            continue
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr):
+                if (node.lineno, node.col_offset) > (first, column) or name not in names_read(node):
+                    continue
+                made = made_from(loop, set(stores([node])))
+                if moves_training(node, {name}) or (made and moves_training(loop, made)):
+                    return first
     return 0
 
 
@@ -441,8 +449,22 @@ class _Measured:
             if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
                 yield root.id
 
+    def asks_others(self, node: ast.AST) -> bool:
+        """Whether an expression calls something that is neither a model nor torch's."""
+        roots = [dotted(x.func).partition(".")[0] for x in ast.walk(node) if isinstance(x, ast.Call)]
+        others = [x for x in map(self.values.get, roots) if x is not None]
+        torchs = (torch.nn.Module, torch.Tensor)
+        names = [getattr(x, "__name__", "") for x in others if not isinstance(x, torchs)]
+        return any(x.partition(".")[0] != "torch" for x in names)
+
     def _is_model(self, node: ast.expr) -> bool:
-        return isinstance(value_of(self.values, dotted(node)), torch.nn.Module)
+        """Whether it is a model, or one in a Sequential, a list or a dict."""
+        is_part = isinstance(node, ast.Subscript)
+        value = value_of(self.values, dotted(node.value if isinstance(node, ast.Subscript) else node))
+        parts = value.values() if isinstance(value, dict) else value
+        if is_part and type(value) in (list, tuple, dict):
+            return any(isinstance(x, torch.nn.Module) for x in parts)
+        return isinstance(value, torch.nn.Module)
 
 
 def _returns_figure(function: UserFunction) -> bool:

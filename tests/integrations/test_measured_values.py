@@ -113,6 +113,31 @@ NAMED = {
         """,
         "the training depends on weight, which script.py:37 measures for the next pass",
     ),
+    "a hidden state that the model gives": (
+        """
+        class Pair(torch.nn.Linear):
+            def forward(self, x, hidden): return super().forward(x), x
+        pair = Pair(2, 1)
+        for epoch in range(1):
+            hidden = None
+            for x in data:
+                output, hidden = pair(x, hidden)
+                criterion(output).backward()
+                hidden = hidden.detach()
+        """,
+        "the training depends on hidden, which script.py:38 measures for the next pass",
+    ),
+    "an output that is reset at times": (
+        """
+        old = None
+        for n, x in enumerate(data):
+            if n % 5 == 0: old = None
+            output = model(x) + (0 if old is None else old)
+            criterion(output).backward()
+            old = output.detach()
+        """,
+        "the training depends on old, which script.py:37 measures for the next pass",
+    ),
     "an average that an object is told and then asked for": (
         """
         class Average:
@@ -358,6 +383,28 @@ LEFT_ALONE = {
             if value < best:
                 best = value
                 torch.save(model.state_dict(), "/dev/null")
+        """,
+    "a hidden state of parts of one batch": """
+        class Pair(torch.nn.Linear):
+            def forward(self, x, hidden): return super().forward(x), x
+        pair = Pair(2, 1)
+        for x in data:
+            hidden = None
+            for part in x:
+                output, hidden = pair(x, hidden)
+            criterion(output).backward()
+        """,
+    "an output in two ways, and a print of the last loss": """
+        for n, x in enumerate(data):
+            if n: print(loss)
+            if n % 2: output = model(x)
+            else: output = model(x + 1)
+            loss = criterion(output)
+            loss.backward()
+        """,
+    "an output and its loss in one line": """
+        for x in data:
+            output, other = model(x), 0; loss = criterion(output) + other; loss.backward()
         """,
     "the state of an environment": """
         state = torch.ones(2)

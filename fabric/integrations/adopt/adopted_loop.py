@@ -78,6 +78,7 @@ class AdoptedLoop:
         self.updates = True  # whether that update is real
         self.has_left = False  # the session has ended this process
         self._waiting: Step | None = None  # a committed step to which the loop has not come yet
+        self._skipped = False  # the newest step that the loop has come to has no update
         self._gradients: ScriptGradients | None = None
         self._schedule: ScriptState  # the values that the loop advances, as they were before an exchange
 
@@ -103,6 +104,8 @@ class AdoptedLoop:
                 "the script runs another backward pass between the first use of the gradient and its update, "
                 f"which --adopt cannot exchange: {OWN_WAY}"
             )
+        if self._gradients is not None and self._waiting is None and not self._has_gradient:
+            self._gradients.keep()
         self._has_gradient = True
         self.data.note_backward()
 
@@ -150,6 +153,9 @@ class AdoptedLoop:
         """The update of this step is done, or was left out, as by a scaler."""
         if not self.updates and self._gradients is not None:
             self._gradients.show()
+        elif self._skipped and self._gradients is not None:
+            self._gradients.put_back()
+            self._skipped = False
         self._has_gradient = self._exchanged = False
         if self.data.sampler is not None:
             self._is_between = True
@@ -209,9 +215,10 @@ class AdoptedLoop:
             step, self._waiting = self._waiting, None
             assert self._gradients is not None
             self._gradients.bring_back()
+            self._schedule.release()
             assert self.session is not None
             self.session.handover.resume(step.number)
-            self.updates = True
+            self.updates, self._skipped = True, step.skipped
             self._set_computes(not step.replayed)
         elif self._waiting is not None:
             self.updates = False
@@ -236,7 +243,7 @@ class AdoptedLoop:
         if self._inputs is not None and self.computes:
             self._inputs.judge(step.metrics)
         if step.number == self.number:
-            self.updates = True
+            self.updates, self._skipped = True, step.skipped
             self._set_computes(not step.replayed)
             return
         # Let the loop count up to the step without computing; its schedulers go with it from where they were.
@@ -245,6 +252,7 @@ class AdoptedLoop:
         gradients.set_aside()
         gradients.fill()
         self._schedule.put_back()
+        self._schedule.hold(objects.model)
         self._set_computes(False)
 
     def _set_computes(self, computes: bool) -> None:
@@ -265,15 +273,16 @@ class AdoptedLoop:
             )
         self.data.begin()
         buffers = default_buffers(objects.model)
+        self._gradients = ScriptGradients(objects.model)
+        state = objects.state | {"gradients": self._gradients}
         session = self._attach(
-            objects.model, objects.optimizer, state=objects.state, buffers=buffers, step=self.number
+            objects.model, objects.optimizer, state=state, buffers=buffers, step=self.number
         )
         assert isinstance(session, fabric.client.Session)
         session.say_in(_WORDS)
         session.randomness.gives_back = False
         self.objects, self.session = objects, session
         self._schedule = ScriptState(objects.schedule, [objects.optimizer])
-        self._gradients = ScriptGradients(objects.model)
         if self.data.sampler is not None:
             session.draw_from(self.data.sampler)
         else:
@@ -398,6 +407,9 @@ def patched(loop: AdoptedLoop, job: str) -> Iterator[None]:
             original = getattr(owner, name)
             setattr(owner, name, replace(loop, original))
             stack.callback(setattr, owner, name, original)
+        optimizer: Any = torch.optim.Optimizer
+        stack.callback(setattr, optimizer, "profile_hook_step", vars(optimizer)["profile_hook_step"])
+        optimizer.profile_hook_step = _hook_step(loop, optimizer.profile_hook_step)
         before = register_optimizer_step_pre_hook(functools.partial(_before_step, loop))
         stack.callback(before.remove)
         after = register_optimizer_step_post_hook(lambda *_: loop.after_update())
@@ -457,6 +469,20 @@ def _scaler_update(loop: AdoptedLoop, original: Call) -> Call:
             original(scaler, *arguments, **named)
 
     return update
+
+
+def _hook_step(loop: AdoptedLoop, original: Call) -> Any:
+    """Let the classes of the script's own optimizers, which may need each gradient, leave updates out."""
+
+    def hook(step: Call) -> Call:
+        @functools.wraps(step)
+        def update(*arguments: Any, **named: Any) -> Any:
+            return step(*arguments, **named) if loop.updates else None
+
+        hooked: Call = original(update)
+        return hooked
+
+    return staticmethod(hook)
 
 
 def _before_step(loop: AdoptedLoop, optimizer: Any, arguments: Any, named: Any) -> None:

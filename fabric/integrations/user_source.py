@@ -353,8 +353,8 @@ def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", p
 def _trains_by_past(loops: list[LOOPS], name: str, measured: "_Measured") -> int:
     """Return the line that sets ``name``, if a loop trains by the value that it has from an earlier pass.
 
-    A line under a test may leave the old value. What other objects answer to the model in each step, such as
-    an environment, is this replica's data.
+    A line under a test may leave the old value. An environment, or another object that answers to the model
+    in each step, gives this replica's data.
     """
     for loop, inner in itertools.zip_longest(loops, loops[1:]):
         tests = [x for x in ast.walk(loop) if isinstance(x, ast.If) and not x.orelse]

@@ -538,8 +538,8 @@ def function_of(thing: Any) -> UserFunction | None:
     if not isinstance(function, FunctionType):
         return None
     own = functions_in(function if owner is None else owner)
-    known = (function, inspect.unwrap(function))  # of a decorated method its class has the method within
-    return next((x for x in (*own, *functions_in(thing)) if x.function in known), None)
+    within = inspect.unwrap(function)  # of a decorated method
+    return next((x for x in (*own, *functions_in(thing)) if x.function in (function, within)), None)
 
 
 @functools.cache

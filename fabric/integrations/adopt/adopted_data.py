@@ -14,15 +14,12 @@ with another seed on each replica. It is refused where all replicas draw the sam
 import ast
 import gc
 import itertools
-import linecache
 import operator
-import random
-import re
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType, GeneratorType, ModuleType
+from types import FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -35,7 +32,7 @@ from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, indices_of,
 from fabric.client.data.sampler import StepSampler
 from fabric.client.loop.data_content import content_digest
 from fabric.client.loop.later_changes import made_each_pass, repeated
-from fabric.client.loop.loop_flow import GROWS, called, dotted, names_read, stores
+from fabric.client.loop.loop_flow import GROWS, dotted, names_read, stores
 from fabric.client.loop.loop_source import refuse_memory
 from fabric.client.loop.user_functions import functions_in, search, value_of
 from fabric.client.process.rank_group import RankGroup
@@ -142,25 +139,6 @@ _SAME = (
     "DataLoader shuffle=True, draw the batches from torch's random generator, let an IterableDataset yield "
     f"the part of FABRIC_REPLICA, or {OWN_WAY}"
 )
-# A script with one of these words may give each replica other data.
-_TELLING = re.compile(
-    r"environ|getenv|rank|replica|worker_info|arg[vs]|argparse|\btime|uuid|urandom|getpid|host|seed\(\)|secrets"
-    r"|open\(|load\w*\(|read\w*\(|request|socket|input\(",
-    re.IGNORECASE,
-)
-_DRAWS = {"rand", "randn", "randint", "randperm", "normal", "multinomial", "bernoulli", "poisson", "Random"}
-_DRAWS |= {
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "seed",
-    "initial_seed",
-    "dropout",
-    "empty",
-    "empty_like",
-}
-_PURE = {"range", "enumerate", "zip", "len", "int", "float", "list", "tuple", "min", "max", "sum", "abs"}
-_PLAIN = (int, float, str, torch.Generator, random.Random)
 _ONE_SET = f", and --adopt deals out one data set whose size does not change: {OWN_WAY}"
 _WHOLE = "read the batches of an evaluation within torch.no_grad() or in eval mode"
 
@@ -199,7 +177,6 @@ class OpenReads:
     """
 
     def __init__(self) -> None:
-        self.stream: object = None  # the IterableDataset that trains
         self._open: list[Loader] = []
         self._looks: list[Loader] = []
         self._looks_before: list[Loader] = []  # before the last backward pass
@@ -417,7 +394,6 @@ class AdoptedData:
         """Raise ConfigError for a loader that trains and is not dealt out, unless it is a stream."""
         if isinstance(loader.dataset, IterableDataset) and not self._trains:
             self._loader = self._order = None  # no other loader has trained
-            self._reads.stream = loader.dataset
         elif self._order is not None or self._loop.session is not None:
             raise ConfigError(
                 f"the script trains on batches of the DataLoader over {_name(loader)} that --adopt does not "
@@ -457,7 +433,6 @@ class AdoptedData:
                 f"sees those of torch.utils.data.DataLoader alone: use that, or {OWN_WAY}"
             )
         if self._order is None or self._loader is None:
-            refuse_same_data(self._reads.stream, self.replicas)
             return
         cycled = [x for cycle in living(itertools.cycle) for x in gc.get_referents(cycle)]
         own_code = AdoptedData._pass.__code__
@@ -611,45 +586,6 @@ def _growing(node: ast.AST, values: Mapping[str, Any], data: Any, follows: bool 
         is_of_data = any(value_of(values, ".".join(path[: n + 1])) is data for n in range(len(path)))
         if is_of_data and (counted is None or path[-1] in counted):
             yield getattr(x, "lineno", 0)
-
-
-@search(None)
-def refuse_same_data(stream: object, replicas: int) -> None:
-    """Raise ConfigError where the source shows that all replicas get the same data from ``stream``.
-
-    ``stream``: the IterableDataset that trains, or None where the loop makes its batches.
-    """
-    methods = {x.name: x for x in functions_in(stream)} if stream is not None else {}
-    files = {x.function.__code__.co_filename for x in methods.values()}
-    if (
-        replicas > 1
-        and "__iter__" in methods
-        and not any(map(_TELLING.search, map("".join, map(linecache.getlines, files))))
-        and all(_draws_alike(x.node, x.values, methods) for x in methods.values() if x.name != "__init__")
-    ):
-        raise ConfigError(_SAME)
-
-
-def _draws_alike(node: ast.AST, values: Mapping[str, Any], methods: Collection[str]) -> bool:
-    """Whether all that a node calls and reads is the same on all replicas."""
-    heads = {id(x.func) for x in ast.walk(node) if isinstance(x, ast.Call)}
-    for x in ast.walk(node):
-        if isinstance(x, ast.Call):
-            owner, name = value_of(values, dotted(x.func).rpartition(".")[0]), called(x)
-            given = next((y.value for y in x.keywords if y.arg == "generator"), None)
-            is_seeded = isinstance(given, ast.Name | ast.Attribute) or (name == "Random" and bool(x.args))
-            if (name in _DRAWS or name.endswith("_")) and not is_seeded:
-                return False
-            is_plain = isinstance(x.func, ast.Attribute) or name in _PURE
-            is_known = owner is None or owner is torch or isinstance(owner, _PLAIN) or name in methods
-            if not is_plain or not (is_known or (owner is random and name == "Random")):
-                return False
-        elif isinstance(x, ast.Name | ast.Attribute) and id(x) not in heads and dotted(x) != "self":
-            value = value_of(values, dotted(x)) if dotted(x) else None
-            is_default = value is torch.default_generator
-            if is_default or not (value is None or isinstance(value, (*_PLAIN, ModuleType))):
-                return False
-    return True
 
 
 def _another_shuffles(loader: Loader) -> bool:

@@ -259,7 +259,9 @@ def _as_new(value: Any) -> Any:
     if not torch.is_tensor(value):
         return value
     fresh = value.clone()
-    return fresh.requires_grad_() if fresh.is_floating_point() and torch.is_grad_enabled() else fresh
+    if fresh.is_floating_point() and torch.is_grad_enabled():
+        fresh.requires_grad_().grad = fresh.new_zeros(()).expand_as(fresh)  # for retain_grad
+    return fresh
 
 
 def say_goes_over(replica: str, number: int, step: int) -> None:

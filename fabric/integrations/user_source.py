@@ -27,7 +27,6 @@ import numpy as np
 import torch
 
 from fabric.client.loop.loop_flow import (
-    GROWS,
     LOOPS,
     MEASURES_GRADIENTS,
     assignments,
@@ -225,7 +224,7 @@ def _set_by(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
         symbol: (method, value.lineno)
         for method in methods
         for _, stored, value in assignments(method.node)
-        for symbol in _of_objects(method, stored)
+        for symbol in sorted(method.shared(stored), key=lambda x: x.partition(".")[2])
     }
 
 
@@ -236,25 +235,16 @@ def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
     for method in methods:
         branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
         conditional = {id(y) for x in branches for y in ast.walk(x)}
-        for name, line in drawn_from(method.node, method.values):
-            kept.setdefault(method.symbols[name], (method, line))
-        for x in ast.walk(method.node):  # a list of an object that grows
-            if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in GROWS:
-                for symbol in method.shared([dotted(x.func.value)]):
-                    kept.setdefault(symbol, (method, x.lineno))
+        lines = dict(drawn_from(method.node, method.values)) | method.kept()
         for statement, stored, value in assignments(method.node):
-            old = method.shared(names_read(value) | _tables(statement, method))
-            for symbol in _of_objects(method, stored):
-                if isinstance(statement, ast.AugAssign) or symbol in old:
-                    kept.setdefault(symbol, (method, value.lineno))
-                elif id(statement) not in conditional and "epoch" not in method.name:
-                    fresh.add(symbol)
-    return {symbol: at for symbol, at in kept.items() if symbol not in fresh}
-
-
-def _of_objects(method: UserFunction, names: Collection[str]) -> list[str]:
-    """Return the symbols of names that are not the method's own, by their names."""
-    return sorted(method.shared(names), key=lambda x: x.partition(".")[2])
+            tables = _tables(statement, method)
+            lines |= dict.fromkeys(tables, value.lineno)
+            afresh = method.shared(stored) - method.shared(names_read(value) | tables)
+            is_sure = not isinstance(statement, ast.AugAssign) and id(statement) not in conditional
+            fresh |= afresh if is_sure and "epoch" not in method.name else set()
+        for name, line in lines.items():
+            kept.setdefault(method.symbols.get(name, ""), (method, line))
+    return {symbol: at for symbol, at in kept.items() if symbol and symbol not in fresh}
 
 
 def _tables(statement: ast.AST, method: UserFunction) -> set[str]:
@@ -367,10 +357,11 @@ def _trains_by_past(loops: list[LOOPS], name: str, measured: "_Measured") -> int
         if not is_after and all(map(measured.asks_others, sets)):
             continue
         for node in ast.walk(loop):
-            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr):
-                if (node.lineno, node.col_offset) > (first, column) or name not in names_read(node):
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.If):
+                read = names_read(node.test if isinstance(node, ast.If) else node)
+                if (node.lineno, node.col_offset) > (first, column) or name not in read:
                     continue
-                made = made_from(loop, set(stores([node])))
+                made = made_from(loop, set(stores(node.body if isinstance(node, ast.If) else [node])))
                 if moves_training(node, {name}) or (made and moves_training(loop, made)):
                     return first
     return 0

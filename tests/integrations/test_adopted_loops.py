@@ -745,8 +745,10 @@ def test_the_script_may_derive_by_its_input_in_a_step_that_its_loop_goes_over(ad
                 out = model(x)
                 (slope,) = grad(out.sum(), x, create_graph=True)
                 optimizer.zero_grad()
+                out.retain_grad()
                 (out.pow(2).mean() + slope.norm()).backward()
                 assert x.grad is not None, "an attack moves the input by it"
+                assert out.grad.shape == out.shape
                 slopes.append(slope.norm().item())
                 optimizer.step()
 

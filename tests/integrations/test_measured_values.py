@@ -127,6 +127,21 @@ NAMED = {
         """,
         "the training depends on hidden, which script.py:38 measures for the next pass",
     ),
+    "a part of the loss that begins when the last pass was good": (
+        """
+        share = 0.0
+        for epoch in range(1):
+            right = 0
+            for x in data:
+                output = model(x)
+                loss = criterion(output)
+                if share > 0.8: loss = loss + output.norm()
+                loss.backward()
+                right += (output > 0).sum().item()
+            share = right / len(data)
+        """,
+        "the training depends on share, which script.py:41 measures for the next pass",
+    ),
     "an output that is reset at times": (
         """
         old = None

@@ -291,6 +291,10 @@ _NO_MEASURE = {
 }
 
 
+_WEIGHTS = {"parameters", "named_parameters", "state_dict"}
+_COPIES = {"clone", "copy", "deepcopy", "parameters_to_vector"}
+
+
 @search("")
 def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> str:
     """Return the first half of a sentence about a measured value that ends or steers a loop, or "".
@@ -304,7 +308,7 @@ def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> st
         kept = kept_by_loop(loops[0], values, held, measured.is_fed)
         if kept:
             return f"the training depends on {kept}"
-        text = _in_loops(tree_of(inner), loops, measured, place)
+        text = _in_loops(tree_of(inner), loops, measured, place) or measured.kept_weights(loops, place)
         if text:
             return text
     return ""
@@ -395,7 +399,7 @@ class _Measured:
                 elif isinstance(node, ast.For) and self.measures(node.iter):
                     self.names |= set(stores([node.target]))
                 elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                    self.names |= set(self._changed(node.value, loop))
+                    self.names |= set(self._changed(node.value))
             self.names = made_from(loop, self.names, conditions=True) if self.names else set()
         self.names -= {name for name, x in values.items() if isinstance(x, torch.nn.Module)}
 
@@ -428,7 +432,7 @@ class _Measured:
             return node.id in self.names
         return any(self.measures(x) for x in ast.iter_child_nodes(node))
 
-    def _changed(self, call: ast.Call, loop: ast.stmt) -> Iterator[str]:
+    def _changed(self, call: ast.Call) -> Iterator[str]:
         """Yield the name of a list, or of a user's object, that a statement gives what is measured."""
         root = call.func
         while isinstance(root, ast.Attribute):
@@ -437,8 +441,30 @@ class _Measured:
         if isinstance(root, ast.Name) and any(map(self.measures, given)):
             kind: Any = type(self.values.get(root.id))
             is_users = root.id != "self" and bool(methods_of(kind))
-            if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
+            if issubclass(kind, _CONTAINERS) or is_users or root.id not in self.values:
                 yield root.id
+
+    def kept_weights(self, loops: list[LOOPS], place: str) -> str:
+        """Say which copy of weights, as the pass of an outer loop begins with, an inner loop trains by."""
+
+        def reads(node: ast.AST) -> bool:
+            calls = [x for x in ast.walk(node) if isinstance(x, ast.Call) and called(x) in _WEIGHTS]
+            return any(self._is_model(x.func.value) for x in calls if isinstance(x.func, ast.Attribute))
+
+        for outer, inner in itertools.pairwise(loops):
+            within = {id(x) for x in ast.walk(inner)}
+            heads = [x for x in ast.walk(outer) if isinstance(x, ast.For) and reads(x.iter)]
+            parts = set(stores([x.target for x in heads]))
+            for statement, stored, value in assignments(outer):
+                is_copy = any(isinstance(x, ast.Call) and called(x) in _COPIES for x in ast.walk(value))
+                if not is_copy or id(statement) in within or not (reads(value) or names_read(value) & parts):
+                    continue
+                for name in stored:
+                    if moves_training(inner, made_from(inner, {name})):
+                        return (
+                            f"the training depends on {name}, in which {place}:{value.lineno} keeps weights"
+                        )
+        return ""
 
     def asks_others(self, node: ast.AST) -> bool:
         """Whether an expression calls something that is neither a model nor torch's."""
@@ -470,13 +496,3 @@ def _returns_figure(function: UserFunction) -> bool:
     figures = made_from(function.node, set(stores(sets)))
     results = [x.value for x in ast.walk(function.node) if isinstance(x, ast.Return) and x.value is not None]
     return any(names_read(x) & figures or asks(x) for x in results)
-
-
-def _is_list(name: str, loop: ast.stmt) -> bool:
-    """Whether the loop sets a name to a new list, dict or set."""
-    return any(
-        isinstance(x, ast.Assign)
-        and isinstance(x.value, ast.List | ast.Dict | ast.Set)
-        and any(isinstance(y, ast.Name) and y.id == name for y in x.targets)
-        for x in ast.walk(loop)
-    )

@@ -142,6 +142,28 @@ NAMED = {
         """,
         "the training depends on share, which script.py:41 measures for the next pass",
     ),
+    "a distance from the weights at the begin of a pass": (
+        """
+        for epoch in range(1):
+            anchor = [p.detach().clone() for p in model.parameters()]
+            for x in data:
+                loss = criterion(model(x))
+                for p, old in zip(model.parameters(), anchor): loss = loss + (p - old).norm()
+                loss.backward()
+        """,
+        "the training depends on anchor, in which script.py:33 keeps weights",
+    ),
+    "the same in attributes of the parameters": (
+        """
+        for epoch in range(1):
+            for p in model.parameters(): p.anchor = p.detach().clone()
+            for x in data:
+                loss = criterion(model(x))
+                for p in model.parameters(): loss = loss + (p - p.anchor).norm()
+                loss.backward()
+        """,
+        "the training depends on p.anchor, in which script.py:33 keeps weights",
+    ),
     "an output that is reset at times": (
         """
         old = None
@@ -416,6 +438,14 @@ LEFT_ALONE = {
             else: output = model(x + 1)
             loss = criterion(output)
             loss.backward()
+        """,
+    "a copy of the weights for a print, and a list of the parameters": """
+        for epoch in range(1):
+            before = [p.detach().clone() for p in model.parameters()]
+            parameters = list(model.parameters())
+            for x in data:
+                (criterion(model(x)) + sum(p.norm() for p in parameters)).backward()
+            print(sum((p - old).norm() for p, old in zip(model.parameters(), before)))
         """,
     "an output and its loss in one line": """
         for x in data:

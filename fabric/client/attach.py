@@ -224,16 +224,6 @@ def refuse_hook_memory(model: torch.nn.Module, shared: Iterable[object]) -> None
         )
 
 
-def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:
-    """Return the failpoints of this process, which obey a drill if the settings allow drills."""
-    points = Failpoints(armed_points())
-    if settings.drill:
-        points.on_hit = DrillEndpoint(settings.home).hit
-        if process.rank == 0:
-            start_injector(settings)
-    return points
-
-
 def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
     """Attach to this host's checkpoint server of the replica, or start it."""
     spec = ServerSettings(
@@ -400,7 +390,11 @@ class _Trainer:
             self.gradients.described = lanes.described if self.gradients.described else ()
         self.describer = StateDescriber(objects, buffers.standing, by_name=settings.unequal)
         self.policy = choices.snapshots or policy_of(settings)
-        self.failpoints = _failpoints(settings, process)
+        self.failpoints = Failpoints(armed_points())
+        if settings.drill:
+            self.failpoints.on_hit = DrillEndpoint(settings.home).hit
+            if process.rank == 0:
+                start_injector(settings)
 
     def make_parts(self) -> EngineParts:
         settings, handle, gradients, points = self.settings, self.handle, self.gradients, self.failpoints

@@ -128,7 +128,7 @@ class AdoptedLoop:
             self._exchanged = True
             self._reach_update()
 
-    def on_update(self, optimizer: torch.optim.Optimizer, closure: object) -> None:
+    def on_update(self, optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
         """Exchange if clipping has not. Leave no gradient, and so no update, where the loop only counts."""
         own = optimizer if self.objects is None else self.objects.optimizer
         if optimizer is not own and not belongs(optimizer, [own]):
@@ -136,7 +136,7 @@ class AdoptedLoop:
                 f"the script trains with another {type(optimizer).__name__} than in its first step, and a "
                 f"job is one training: {ONE_TRAINING}"
             )
-        if closure is not None:
+        if (arguments[1] if len(arguments) > 1 else named.get("closure")) is not None:
             raise ConfigError(
                 f"the script gives its optimizer a closure, which computes gradients in the step: {OWN_WAY}"
             )
@@ -410,7 +410,8 @@ def patched(loop: AdoptedLoop, job: str) -> Iterator[None]:
         optimizer: Any = torch.optim.Optimizer
         stack.callback(setattr, optimizer, "profile_hook_step", vars(optimizer)["profile_hook_step"])
         optimizer.profile_hook_step = _hook_step(loop, optimizer.profile_hook_step)
-        before = register_optimizer_step_pre_hook(functools.partial(_before_step, loop))
+        # A partial: a replay calls hooks of fabric's modules in another thread, and this one may exchange.
+        before = register_optimizer_step_pre_hook(functools.partial(loop.on_update))
         stack.callback(before.remove)
         after = register_optimizer_step_post_hook(lambda *_: loop.after_update())
         stack.callback(after.remove)
@@ -483,11 +484,6 @@ def _hook_step(loop: AdoptedLoop, original: Call) -> Any:
         return hooked
 
     return staticmethod(hook)
-
-
-def _before_step(loop: AdoptedLoop, optimizer: Any, arguments: Any, named: Any) -> None:
-    closure = arguments[1] if len(arguments) > 1 else named.get("closure")  # the optimizer comes first
-    loop.on_update(optimizer, closure)
 
 
 # Python binds functions of a class to the instance, but not methods of another object.

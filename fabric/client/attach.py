@@ -4,9 +4,10 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from fabric.client.loop.session import Session, SoloSession
 from fabric.client.loop.shared_state import Optimizers, WithoutBuffers, optimizers_by_name, shared_state
 from fabric.client.loop.shutdown import refuse_second_training
 from fabric.client.loop.unshared_objects import UNSHARED, UnsharedWatch
+from fabric.client.loop.user_functions import kept_by_calls
 from fabric.client.process.excepthook import install_excepthook
 from fabric.client.process.incarnation_lock import ProcessIdentity, claim_identity
 from fabric.client.process.journal import Journal
@@ -177,6 +179,7 @@ def make_session(
     outside = accept_optimizers(model, optimizers, state)
     if choices.refuses_others:
         refuse_gradient_hooks(model)
+        refuse_hook_memory(model, state.values())
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to exchange")
@@ -199,18 +202,24 @@ def make_session(
     return session
 
 
-def _failpoints(settings: Settings, process: ProcessIdentity) -> Failpoints:
-    """Return the failpoints of this process, which obey a drill if the settings allow drills."""
-    points = Failpoints(armed_points())
-    if settings.drill:
-        # Only a drilled trainer needs the room of drills, which is a tenth of what a trainer would import.
-        from fabric.client.process.drill_endpoint import DrillEndpoint
-        from fabric.drill.injection.injector import start_injector
+def refuse_hook_memory(model: torch.nn.Module, shared: Iterable[object]) -> None:
+    """Raise ConfigError for a hook of the user's that changes gradients or outputs by its earlier calls.
 
-        points.on_hit = DrillEndpoint(settings.home).hit
-        if process.rank == 0:
-            start_injector(settings)
-    return points
+    ``shared``: objects of the shared state, which may keep what they like.
+    """
+    hooks: list[Any] = []
+    for parameter in model.parameters():
+        hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
+    for module in model.modules():
+        tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+        called = [hook for table in tables for hook in getattr(module, table).values()]
+        hooks += [MethodType(x, module) if isinstance(x, FunctionType) else x for x in called]
+    kept = kept_by_calls(hooks, {id(x) for x in shared})
+    if kept:
+        raise ConfigError(
+            f"a hook of the model goes by {kept}, and a replica that joins has not seen those calls: let the "
+            'hook go by its call alone, keep the value in state=, or say unshared="ignore"'
+        )
 
 
 def _server(settings: Settings, process: ProcessIdentity) -> ServerHandle:
@@ -379,7 +388,15 @@ class _Trainer:
             self.gradients.described = lanes.described if self.gradients.described else ()
         self.describer = StateDescriber(objects, buffers.standing, by_name=settings.unequal)
         self.policy = choices.snapshots or policy_of(settings)
-        self.failpoints = _failpoints(settings, process)
+        self.failpoints = Failpoints(armed_points())
+        if settings.drill:
+            # Only a drilled trainer needs the room of drills, which is a tenth of what it would import.
+            from fabric.client.process.drill_endpoint import DrillEndpoint
+            from fabric.drill.injection.injector import start_injector
+
+            self.failpoints.on_hit = DrillEndpoint(settings.home).hit
+            if process.rank == 0:
+                start_injector(settings)
 
     def make_parts(self) -> EngineParts:
         settings, handle, gradients, points = self.settings, self.handle, self.gradients, self.failpoints

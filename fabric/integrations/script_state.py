@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fabric.client.loop.shared_state import with_state
 from fabric.errors import ConfigError
 from fabric.exit_codes import RESTART
+from fabric.ftar.buckets import local_part
 from fabric.integrations.adopt.living_objects import OWN_WAY
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -32,6 +33,10 @@ class ScriptState:
         self._optimizers = optimizers
         self._kept: dict[str, Any] | None = None
         self._groups: list[list[dict[str, Any]]] = []
+        self._held: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # tensors, and their values as the job has them
+        self._moments: list[dict[Any, dict[str, Any]]] = []  # the content of each optimizer's ``state``
 
     def keep(self) -> None:
         """Note the values as the job has them."""
@@ -52,6 +57,26 @@ class ScriptState:
                 group.update(values)
         self._kept = None
 
+    def hold(self, model: torch.nn.Module) -> None:
+        """Note the model and the optimizers' moments, in host memory: the loop may change them by hand."""
+        self._moments = [{p: dict(values) for p, values in x.state.items()} for x in self._optimizers]
+        tensors = [
+            *model.parameters(),
+            *model.buffers(),
+            *filter(torch.is_tensor, tree_leaves(self._moments)),
+        ]
+        self._held = [(x, local_part(x).detach().to("cpu", copy=True)) for x in tensors]
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Restore what ``hold`` has noted."""
+        for tensor, value in self._held:
+            local_part(tensor).copy_(value)
+        for optimizer, moments in zip(self._optimizers, self._moments, strict=False):
+            optimizer.state.clear()
+            optimizer.state.update(moments)
+        self._held, self._moments = [], []
+
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a state. Most values are plain numbers, whose copy by ``deepcopy`` costs a step too much."""
@@ -59,14 +84,36 @@ def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ScriptGradients:
-    """The ``.grad`` of a model's parameters: as backward made them, or while one waits for the loop."""
+    """The ``.grad`` of a model's parameters: as backward made them, or while one waits for the loop.
+
+    A script that does not clear its gradient after an update adds to the job's average in its next step. So
+    what it keeps is a part of the shared state. It is put back after a step without an update, such as the
+    first one of a job whose replicas all start again.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._waiting: list[torch.Tensor | None] | None = None
         self._zeros: list[torch.Tensor] = []  # the gradient of steps that the loop goes over
         self._marks: list[tuple[int, int]] = []  # identity and version of each gradient after backward
+        self._kept: dict[str, torch.Tensor] = {}  # the gradients that are left when a step begins, by number
         self.note()
+
+    def keep(self) -> None:
+        """Note what the script has left before the first backward pass of a step."""
+        left = {str(n): p.grad for n, p in enumerate(self._parameters) if p.grad is not None}
+        self._kept = {n: x.detach().clone() for n, x in left.items() if local_part(x).any()}
+
+    def put_back(self) -> None:
+        """Let ``.grad`` be what ``keep`` has noted, or the job's."""
+        for number, gradient in self._kept.items():
+            self._parameters[int(number)].grad = gradient.clone()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self._kept)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._kept = {n: x.detach().clone() for n, x in state.items()}
 
     def note(self) -> None:
         """Note the gradients as they are after a backward pass."""
@@ -88,8 +135,14 @@ class ScriptGradients:
     def fill(self) -> None:
         """Leave a gradient of zeros, for code of the script that reads or changes ``.grad``."""
         self._zeros = self._zeros or [torch.zeros_like(parameter) for parameter in self._parameters]
+        for zeros in self._zeros:
+            zeros.zero_()
+        self.show()
+
+    def show(self) -> None:
+        """Put the zeros of ``fill`` back, for code that reads ``.grad`` after an update that is left out."""
         for parameter, zeros in zip(self._parameters, self._zeros, strict=True):
-            parameter.grad = zeros.zero_()
+            parameter.grad = zeros
 
     def set_aside(self) -> None:
         """Let the gradients wait for ``bring_back``, unless others wait already."""
@@ -206,7 +259,9 @@ def _as_new(value: Any) -> Any:
     if not torch.is_tensor(value):
         return value
     fresh = value.clone()
-    return fresh.requires_grad_() if fresh.is_floating_point() and torch.is_grad_enabled() else fresh
+    if fresh.is_floating_point() and torch.is_grad_enabled():
+        fresh.requires_grad_().grad = fresh.new_zeros(()).expand_as(fresh)  # for retain_grad
+    return fresh
 
 
 def say_goes_over(replica: str, number: int, step: int) -> None:

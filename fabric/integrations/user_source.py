@@ -15,6 +15,7 @@ alone.
 """
 
 import ast
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ import numpy as np
 import torch
 
 from fabric.client.loop.loop_flow import (
-    GROWS,
     LOOPS,
     MEASURES_GRADIENTS,
     assignments,
@@ -224,7 +224,7 @@ def _set_by(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
         symbol: (method, value.lineno)
         for method in methods
         for _, stored, value in assignments(method.node)
-        for symbol in _of_objects(method, stored)
+        for symbol in sorted(method.shared(stored), key=lambda x: x.partition(".")[2])
     }
 
 
@@ -235,25 +235,16 @@ def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
     for method in methods:
         branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
         conditional = {id(y) for x in branches for y in ast.walk(x)}
-        for name, line in drawn_from(method.node, method.values):
-            kept.setdefault(method.symbols[name], (method, line))
-        for x in ast.walk(method.node):  # a list of an object that grows
-            if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in GROWS:
-                for symbol in method.shared([dotted(x.func.value)]):
-                    kept.setdefault(symbol, (method, x.lineno))
+        lines = dict(drawn_from(method.node, method.values)) | method.kept()
         for statement, stored, value in assignments(method.node):
-            old = method.shared(names_read(value) | _tables(statement, method))
-            for symbol in _of_objects(method, stored):
-                if isinstance(statement, ast.AugAssign) or symbol in old:
-                    kept.setdefault(symbol, (method, value.lineno))
-                elif id(statement) not in conditional and "epoch" not in method.name:
-                    fresh.add(symbol)
-    return {symbol: at for symbol, at in kept.items() if symbol not in fresh}
-
-
-def _of_objects(method: UserFunction, names: Collection[str]) -> list[str]:
-    """Return the symbols of names that are not the method's own, by their names."""
-    return sorted(method.shared(names), key=lambda x: x.partition(".")[2])
+            tables = _tables(statement, method)
+            lines |= dict.fromkeys(tables, value.lineno)
+            afresh = method.shared(stored) - method.shared(names_read(value) | tables)
+            is_sure = not isinstance(statement, ast.AugAssign) and id(statement) not in conditional
+            fresh |= afresh if is_sure and "epoch" not in method.name else set()
+        for name, line in lines.items():
+            kept.setdefault(method.symbols.get(name, ""), (method, line))
+    return {symbol: at for symbol, at in kept.items() if symbol and symbol not in fresh}
 
 
 def _tables(statement: ast.AST, method: UserFunction) -> set[str]:
@@ -300,6 +291,10 @@ _NO_MEASURE = {
 }
 
 
+_WEIGHTS = {"parameters", "named_parameters", "state_dict"}
+_COPIES = {"clone", "copy", "deepcopy", "parameters_to_vector"}
+
+
 @search("")
 def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> str:
     """Return the first half of a sentence about a measured value that ends or steers a loop, or "".
@@ -313,7 +308,7 @@ def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> st
         kept = kept_by_loop(loops[0], values, held, measured.is_fed)
         if kept:
             return f"the training depends on {kept}"
-        text = _in_loops(tree_of(inner), loops, measured, place)
+        text = _in_loops(tree_of(inner), loops, measured, place) or measured.kept_weights(loops, place)
         if text:
             return text
     return ""
@@ -335,7 +330,7 @@ def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", p
         if name in sources and moves_training(loops[0], made_from(loops[0], {name})):
             return f"the training depends on {name}, which {place}:{at} carries from what is measured"
     for name in sorted(sources):
-        at = _trains_by_past(loops, name)
+        at = _trains_by_past(loops, name, measured)
         if at:
             return f"the training depends on {name}, which {place}:{at} measures for the next pass"
     # A gradient is that of all replicas when a limit or a rate goes by it.
@@ -349,22 +344,30 @@ def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", p
     return ""
 
 
-def _trains_by_past(loops: list[LOOPS], name: str) -> int:
-    """Return the line that measures ``name`` after the loop over the batches that trains by it, or 0."""
-    if len(loops) < 2:
-        return 0
-    inner = loops[1]
-    parts = [x for x in ast.walk(loops[0]) if isinstance(x, ast.Name | ast.Attribute)]
-    first = min((x.lineno for x in parts if isinstance(x.ctx, ast.Store) and dotted(x) == name), default=0)
-    if first <= (inner.end_lineno or 0):
-        return 0
-    for node in ast.walk(inner):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr) and name in names_read(
-            node
-        ):
-            made = made_from(inner, set(stores([node])))
-            if moves_training(node, {name}) or (made and moves_training(inner, made)):
-                return first
+def _trains_by_past(loops: list[LOOPS], name: str, measured: "_Measured") -> int:
+    """Return the line that sets ``name``, if a loop trains by the value that it has from an earlier pass.
+
+    A line under a test may leave the old value. An environment, or another object that answers to the model
+    in each step, gives this replica's data.
+    """
+    for loop, inner in itertools.zip_longest(loops, loops[1:]):
+        tests = [x for x in ast.walk(loop) if isinstance(x, ast.If) and not x.orelse]
+        tested = {id(y) for x in tests for part in x.body for y in ast.walk(part)}
+        parts = [x for x in ast.walk(loop) if isinstance(x, ast.Name | ast.Attribute) and dotted(x) == name]
+        stored = [x for x in parts if isinstance(x.ctx, ast.Store) and id(x) not in tested]
+        first, column = min(((x.lineno, x.col_offset) for x in stored), default=(0, 0))
+        is_after = inner is not None and first > (inner.end_lineno or 0)
+        sets = [value for _, names, value in assignments(loop) if name in names]
+        if not is_after and all(map(measured.asks_others, sets)):
+            continue
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.If):
+                read = names_read(node.test if isinstance(node, ast.If) else node)
+                if (node.lineno, node.col_offset) > (first, column) or name not in read:
+                    continue
+                made = made_from(loop, set(stores(node.body if isinstance(node, ast.If) else [node])))
+                if moves_training(node, {name}) or (made and moves_training(loop, made)):
+                    return first
     return 0
 
 
@@ -396,7 +399,7 @@ class _Measured:
                 elif isinstance(node, ast.For) and self.measures(node.iter):
                     self.names |= set(stores([node.target]))
                 elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                    self.names |= set(self._changed(node.value, loop))
+                    self.names |= set(self._changed(node.value))
             self.names = made_from(loop, self.names, conditions=True) if self.names else set()
         self.names -= {name for name, x in values.items() if isinstance(x, torch.nn.Module)}
 
@@ -429,7 +432,7 @@ class _Measured:
             return node.id in self.names
         return any(self.measures(x) for x in ast.iter_child_nodes(node))
 
-    def _changed(self, call: ast.Call, loop: ast.stmt) -> Iterator[str]:
+    def _changed(self, call: ast.Call) -> Iterator[str]:
         """Yield the name of a list, or of a user's object, that a statement gives what is measured."""
         root = call.func
         while isinstance(root, ast.Attribute):
@@ -438,11 +441,47 @@ class _Measured:
         if isinstance(root, ast.Name) and any(map(self.measures, given)):
             kind: Any = type(self.values.get(root.id))
             is_users = root.id != "self" and bool(methods_of(kind))
-            if issubclass(kind, _CONTAINERS) or is_users or _is_list(root.id, loop):
+            if issubclass(kind, _CONTAINERS) or is_users or root.id not in self.values:
                 yield root.id
 
+    def kept_weights(self, loops: list[LOOPS], place: str) -> str:
+        """Say which copy of weights, as the pass of an outer loop begins with, an inner loop trains by."""
+
+        def reads(node: ast.AST) -> bool:
+            calls = [x for x in ast.walk(node) if isinstance(x, ast.Call) and called(x) in _WEIGHTS]
+            return any(self._is_model(x.func.value) for x in calls if isinstance(x.func, ast.Attribute))
+
+        for outer, inner in itertools.pairwise(loops):
+            within = {id(x) for x in ast.walk(inner)}
+            heads = [x for x in ast.walk(outer) if isinstance(x, ast.For) and reads(x.iter)]
+            parts = set(stores([x.target for x in heads]))
+            for statement, stored, value in assignments(outer):
+                is_copy = any(isinstance(x, ast.Call) and called(x) in _COPIES for x in ast.walk(value))
+                if not is_copy or id(statement) in within or not (reads(value) or names_read(value) & parts):
+                    continue
+                for name in stored:
+                    if moves_training(inner, made_from(inner, {name})):
+                        return (
+                            f"the training depends on {name}, in which {place}:{value.lineno} keeps weights"
+                        )
+        return ""
+
+    def asks_others(self, node: ast.AST) -> bool:
+        """Whether an expression calls something that is neither a model nor torch's."""
+        roots = [dotted(x.func).partition(".")[0] for x in ast.walk(node) if isinstance(x, ast.Call)]
+        others = [x for x in map(self.values.get, roots) if x is not None]
+        torchs = (torch.nn.Module, torch.Tensor)
+        names = [getattr(x, "__name__", "") for x in others if not isinstance(x, torchs)]
+        return any(x.partition(".")[0] != "torch" for x in names)
+
     def _is_model(self, node: ast.expr) -> bool:
-        return isinstance(value_of(self.values, dotted(node)), torch.nn.Module)
+        """Whether it is a model, or one in a Sequential, a list or a dict."""
+        is_part = isinstance(node, ast.Subscript)
+        value = value_of(self.values, dotted(node.value if isinstance(node, ast.Subscript) else node))
+        parts = value.values() if isinstance(value, dict) else value
+        if is_part and type(value) in (list, tuple, dict):
+            return any(isinstance(x, torch.nn.Module) for x in parts)
+        return isinstance(value, torch.nn.Module)
 
 
 def _returns_figure(function: UserFunction) -> bool:
@@ -457,13 +496,3 @@ def _returns_figure(function: UserFunction) -> bool:
     figures = made_from(function.node, set(stores(sets)))
     results = [x.value for x in ast.walk(function.node) if isinstance(x, ast.Return) and x.value is not None]
     return any(names_read(x) & figures or asks(x) for x in results)
-
-
-def _is_list(name: str, loop: ast.stmt) -> bool:
-    """Whether the loop sets a name to a new list, dict or set."""
-    return any(
-        isinstance(x, ast.Assign)
-        and isinstance(x.value, ast.List | ast.Dict | ast.Set)
-        and any(isinstance(y, ast.Name) and y.id == name for y in x.targets)
-        for x in ast.walk(loop)
-    )

@@ -10,6 +10,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.utils import clip_grad_norm_
 
 import fabric.client
+from fabric.client.attach import refuse_hook_memory
 from fabric.client.gradients import bucket_stream
 from fabric.client.gradients.bucket_stream import Overlap, StaleGradients
 from fabric.client.loop.loop_flow import early_change
@@ -298,6 +299,54 @@ def test_a_hook_on_what_a_replica_has_added_up_is_refused_and_one_on_a_gradient_
     handle.remove()
     Overlap(FlatGradients(list(model.named_parameters())), lambda *_: None, fewest_buckets=1)
     refuse_gradient_hooks(model)
+
+
+memory = {}
+
+
+def smoothed(gradient):
+    memory["old"] = 0.5 * memory.get("old", 0.0) + 0.5 * gradient
+    return memory["old"]
+
+
+def noting(gradient):
+    memory["norms"] = [*memory.get("norms", ()), gradient.norm()]
+
+
+class Smoothing:
+    old = 0.0
+
+    def hook(self, module, _inputs, output):
+        self.old = 0.9 * self.old + output.detach().mean()
+        return output - self.old
+
+
+def smoothed_output(module, _inputs, output):
+    module.old = 0.9 * module.old + output.detach().mean()
+    return output - module.old
+
+
+def halved_output(module, _inputs, output):
+    module.last = output.detach()
+    return output / 2
+
+
+@pytest.mark.parametrize(
+    ("register", "hook", "kept"),
+    [
+        (lambda x: x.weight.register_hook, smoothed, "memory, which smoothed keeps"),
+        (lambda x: x.register_forward_hook, Smoothing().hook, "self.old, which Smoothing.hook keeps"),
+        (lambda x: x.register_forward_hook, smoothed_output, "module.old, which smoothed_output keeps"),
+        (lambda x: x.weight.register_hook, noting, ""),
+        (lambda x: x.register_forward_hook, halved_output, ""),
+    ],
+)
+def test_a_hook_that_goes_by_its_earlier_calls_is_refused(register, hook, kept):
+    model = torch.nn.Linear(2, 1)
+    register(model)(hook)
+    with pytest.raises(ConfigError, match=kept) if kept else contextlib.nullcontext():
+        refuse_hook_memory(model, ())
+    refuse_hook_memory(model, [memory, getattr(hook, "__self__", model)])
 
 
 def test_a_schedule_that_divides_what_earlier_micro_batches_added_is_refused():

@@ -67,6 +67,29 @@ def train(model, watch, after_update, steps=5, rate=0.01):
             after_update()
 
 
+def test_fast_weights_that_each_step_makes_for_its_loss_are_no_average():
+    model = network()
+    held = []
+
+    def update():
+        with torch.enable_grad():
+            held[:] = [{name: x - 0.01 * x.detach() for name, x in model.named_parameters()}]
+
+    train(model, AverageWatch(list(model.parameters()), [model]), update)
+
+
+def test_an_average_that_was_copied_with_its_graph_is_one():
+    model = network()
+    copies = {name: x.clone() for name, x in model.named_parameters()}
+
+    def update():
+        for old, new in zip(copies.values(), model.parameters(), strict=True):
+            move(old, new)
+
+    with pytest.raises(ConfigError, match="keeps an average of the model in a dict of"):
+        train(model, AverageWatch(list(model.parameters()), [model]), update)
+
+
 @pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
 def test_an_average_that_moves_is_refused_with_what_holds_it(make):
     model = network()

@@ -26,6 +26,7 @@ class ScriptedSession(fabric.client.Session):
 
     def __init__(self, numbers=(), replayed=0):
         self.numbers, self.replays, self.made = iter(numbers), replayed, []
+        self.skips, self.state = (), {}  # steps without an update, and the shared state beside the model
         self.sampler = None
         self.took, self.closed, self.at = [], False, 0
         self.model = None
@@ -51,10 +52,13 @@ class ScriptedSession(fabric.client.Session):
         for parameter in self.model.parameters():
             if replayed or parameter.grad is None:
                 parameter.grad = torch.ones_like(parameter)
+            if number in self.skips:
+                parameter.grad = None
         self.randomness.begin(number)
         self.at = number + 1
         self.made.append((number, weight))
-        return SimpleNamespace(number=number, replayed=replayed, metrics={})
+        skipped = number in self.skips
+        return SimpleNamespace(number=number, replayed=replayed, skipped=skipped, metrics={})
 
     def close(self):
         self.closed = True
@@ -71,8 +75,8 @@ def adopt(monkeypatch):
     def run(script, session=None):
         session = session or ScriptedSession()
 
-        def attach(model, optimizer, **_):
-            session.model = model
+        def attach(model, optimizer, state=None, **_):
+            session.model, session.state = model, state
             session.randomness = UpdateRandomness([optimizer])
             session.handover.resume = session.randomness.begin
             return session
@@ -576,7 +580,7 @@ def test_a_loop_goes_over_the_jobs_steps_without_computing_them(adopt, capsys):
 
 
 def test_the_script_may_read_and_change_the_gradient_of_a_step_that_its_loop_goes_over(adopt):
-    norms, moved = [], []
+    norms, moved, left = [], [], []
 
     def script():
         model = torch.nn.Linear(2, 1)
@@ -591,12 +595,99 @@ def test_the_script_may_read_and_change_the_gradient_of_a_step_that_its_loop_goe
                 model.weight.grad.add_(1.0)
                 before = model.weight.detach().clone()
                 optimizer.step()
+                left.append(model.weight.grad.mul_(0.5).norm().item())
                 moved.append(bool((model.weight != before).any()))
 
     session = adopt(script, ScriptedSession([9, 10], replayed=2))
     assert [number for number, _ in session.made] == [9, *range(10, 16)]
-    assert norms[:9] == [0.0] * 9
+    assert norms[:9] == [0.0] * 9 and all(left)
     assert [n for n, has_moved in enumerate(moved) if has_moved] == list(range(9, 16))
+
+
+def test_a_gradient_that_the_script_keeps_over_an_update_is_shared_and_outlives_a_step_without_one(adopt):
+    left, shared = [], []
+    session = ScriptedSession()
+    session.skips = (1, 3)
+
+    def script():
+        torch.manual_seed(1)
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for number, (x,) in enumerate(data(size=32)):
+            if number == 5:
+                optimizer.zero_grad()
+            model(torch.ones_like(x)).sum().backward()
+            shared.append([v.tolist() for v in session.state.get("gradients", model).state_dict().values()])
+            optimizer.step()
+            left.append(model.weight.grad.tolist())
+
+    adopt(script, session)
+    # Backward adds 2. Steps 1 and 3 have no update. Step 5 begins with a cleared gradient.
+    assert [values[0][0] for values in left] == [2, 2, 4, 4, 6, 2, 4, 6]
+    assert [x[0][0][0] if x else 0 for x in shared[1:]] == [2, 2, 4, 4, 0, 2, 4]
+    session.state["gradients"].load_state_dict({"0": torch.full((1, 2), 50.0)})
+    session.state["gradients"].put_back()
+    assert session.model.weight.grad.tolist() == [[50.0, 50.0]]
+
+
+def test_an_optimizer_of_the_scripts_own_makes_no_update_in_a_step_that_its_loop_goes_over(adopt):
+    class Counting(torch.optim.Optimizer):
+        """Takes a gradient of each parameter for granted, and counts its steps."""
+
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 1.0})
+            self.count = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.count += 1
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad)
+
+    counts = []
+
+    def script():
+        model = torch.nn.Linear(2, 1)
+        optimizer, loader = Counting(model.parameters()), data(size=32)
+        for _ in range(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                counts.append(optimizer.count)
+
+    adopt(script, ScriptedSession([9, 10], replayed=2))
+    assert counts == [*[0] * 9, *range(1, 8)]
+
+
+def test_what_the_script_changes_by_hand_in_a_step_that_its_loop_goes_over_comes_back(adopt):
+    """As a moving average within the model, weights that begin again, and moments that are cleared."""
+    averages, moments = [], []
+
+    def script():
+        model = torch.nn.Linear(2, 1)
+        model.register_buffer("average", torch.zeros(1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
+        loader = data(size=32)
+        for epoch in range(2):
+            weight = model.weight.detach().clone()
+            if epoch == 1:
+                model.reset_parameters()
+                optimizer.state.clear()
+            for (x,) in loader:
+                optimizer.zero_grad()
+                (model(x).sum() + weight.sum()).backward()
+                optimizer.step()
+                model.average += 1.0
+                averages.append(model.average.item())
+                moments.append(len(optimizer.state))
+        assert torch.equal(model.weight, weight)
+
+    adopt(script, ScriptedSession([9, 10], replayed=2))
+    assert averages == [*range(1, 10), *range(1, 8)]
+    assert moments == [0] * 9 + [2] * 7
 
 
 def test_a_loop_may_leave_the_update_of_a_step_out(adopt):
@@ -656,8 +747,10 @@ def test_the_script_may_derive_by_its_input_in_a_step_that_its_loop_goes_over(ad
                 out = model(x)
                 (slope,) = grad(out.sum(), x, create_graph=True)
                 optimizer.zero_grad()
+                out.retain_grad()
                 (out.pow(2).mean() + slope.norm()).backward()
                 assert x.grad is not None, "an attack moves the input by it"
+                assert out.grad.shape == out.shape
                 slopes.append(slope.norm().item())
                 optimizer.step()
 

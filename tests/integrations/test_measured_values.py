@@ -113,6 +113,68 @@ NAMED = {
         """,
         "the training depends on weight, which script.py:37 measures for the next pass",
     ),
+    "a hidden state that the model gives": (
+        """
+        class Pair(torch.nn.Linear):
+            def forward(self, x, hidden): return super().forward(x), x
+        pair = Pair(2, 1)
+        for epoch in range(1):
+            hidden = None
+            for x in data:
+                output, hidden = pair(x, hidden)
+                criterion(output).backward()
+                hidden = hidden.detach()
+        """,
+        "the training depends on hidden, which script.py:38 measures for the next pass",
+    ),
+    "a part of the loss that begins when the last pass was good": (
+        """
+        share = 0.0
+        for epoch in range(1):
+            right = 0
+            for x in data:
+                output = model(x)
+                loss = criterion(output)
+                if share > 0.8: loss = loss + output.norm()
+                loss.backward()
+                right += (output > 0).sum().item()
+            share = right / len(data)
+        """,
+        "the training depends on share, which script.py:41 measures for the next pass",
+    ),
+    "a distance from the weights at the begin of a pass": (
+        """
+        for epoch in range(1):
+            anchor = [p.detach().clone() for p in model.parameters()]
+            for x in data:
+                loss = criterion(model(x))
+                for p, old in zip(model.parameters(), anchor): loss = loss + (p - old).norm()
+                loss.backward()
+        """,
+        "the training depends on anchor, in which script.py:33 keeps weights",
+    ),
+    "the same in attributes of the parameters": (
+        """
+        for epoch in range(1):
+            for p in model.parameters(): p.anchor = p.detach().clone()
+            for x in data:
+                loss = criterion(model(x))
+                for p in model.parameters(): loss = loss + (p - p.anchor).norm()
+                loss.backward()
+        """,
+        "the training depends on p.anchor, in which script.py:33 keeps weights",
+    ),
+    "an output that is reset at times": (
+        """
+        old = None
+        for n, x in enumerate(data):
+            if n % 5 == 0: old = None
+            output = model(x) + (0 if old is None else old)
+            criterion(output).backward()
+            old = output.detach()
+        """,
+        "the training depends on old, which script.py:37 measures for the next pass",
+    ),
     "an average that an object is told and then asked for": (
         """
         class Average:
@@ -358,6 +420,36 @@ LEFT_ALONE = {
             if value < best:
                 best = value
                 torch.save(model.state_dict(), "/dev/null")
+        """,
+    "a hidden state of parts of one batch": """
+        class Pair(torch.nn.Linear):
+            def forward(self, x, hidden): return super().forward(x), x
+        pair = Pair(2, 1)
+        for x in data:
+            hidden = None
+            for part in x:
+                output, hidden = pair(x, hidden)
+            criterion(output).backward()
+        """,
+    "an output in two ways, and a print of the last loss": """
+        for n, x in enumerate(data):
+            if n: print(loss)
+            if n % 2: output = model(x)
+            else: output = model(x + 1)
+            loss = criterion(output)
+            loss.backward()
+        """,
+    "a copy of the weights for a print, and a list of the parameters": """
+        for epoch in range(1):
+            before = [p.detach().clone() for p in model.parameters()]
+            parameters = list(model.parameters())
+            for x in data:
+                (criterion(model(x)) + sum(p.norm() for p in parameters)).backward()
+            print(sum((p - old).norm() for p, old in zip(model.parameters(), before)))
+        """,
+    "an output and its loss in one line": """
+        for x in data:
+            output, other = model(x), 0; loss = criterion(output) + other; loss.backward()
         """,
     "the state of an environment": """
         state = torch.ones(2)

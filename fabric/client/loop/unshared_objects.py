@@ -259,12 +259,17 @@ class AverageWatch:
         return any(id(x) in own for x in parts)
 
     def _copies(self) -> _Copies:
-        """Return the unshared copies near the parameters, each with what holds it."""
+        """Return the unshared copies near the parameters, each with what holds it.
+
+        Tensors with a graph that nothing has written to are made for one loss, as fast weights are.
+        """
         own = [_sample(x) for x in self._parameters]
         norm = _distance(own)
         copies: _Copies = []
         shared: set[_Sample] | None = None
         for what, tensors, _ in self._candidates():
+            if any(x.grad_fn is not None and not x._version for x in tensors):  # noqa: SLF001
+                continue
             copy = [_sample(x) for x in tensors]
             apart = _distance(own, copy)
             if 0 < apart <= _NEAR * norm:

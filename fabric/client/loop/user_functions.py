@@ -477,12 +477,10 @@ class _Reached:
         more: Iterable[Any] = ()
         if isinstance(value, functools.partial):
             more = (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, MethodType):
-            self._method(value.__self__, value.__name__, None)
-        elif isinstance(value, FunctionType):
-            if own := functions_in(value):
-                self._add(own[0], None)
-            elif is_of_user(value.__code__.co_filename):  # a lambda
+        elif isinstance(value, FunctionType | MethodType):
+            if (own := function_of(value)) is not None:
+                self._add(own, None)
+            elif isinstance(value, FunctionType) and is_of_user(value.__code__.co_filename):  # a lambda
                 more = [x.cell_contents for x in value.__closure__ or ()]
                 more = [*more, *(value.__globals__.get(name) for name in value.__code__.co_names)]
         elif isinstance(value, list | tuple | dict):
@@ -521,10 +519,15 @@ class _Reached:
 
 
 def functions_in(thing: Any, given: Mapping[str, Any] = MappingProxyType({})) -> list[UserFunction]:
-    """Return the methods of an object, or a function, that lie in the user's files."""
-    if isinstance(thing, FunctionType):
-        node = functions_of(thing.__code__.co_filename).get(thing.__code__.co_firstlineno)
-        return [UserFunction(None, "__call__", thing, node, given)] if node is not None else []
+    """Return the methods of an object, or a function, that lie in the user's files.
+
+    A function that is bound to another object than one of its class, as a hook to its module, is a function.
+    """
+    if isinstance(thing, FunctionType | MethodType):
+        function: Any = getattr(thing, "__func__", thing)
+        node = functions_of(function.__code__.co_filename).get(function.__code__.co_firstlineno)
+        owner = thing.__self__ if isinstance(thing, MethodType) else None
+        return [UserFunction(owner, "__call__", function, node, given)] if node is not None else []
     kind: Any = type(thing)
     return [UserFunction(thing, name, *method, given) for name, method in methods_of(kind).items()]
 
@@ -535,7 +538,8 @@ def function_of(thing: Any) -> UserFunction | None:
     if not isinstance(function, FunctionType):
         return None
     own = functions_in(function if owner is None else owner)
-    return next((x for x in own if x.function is function), None)
+    within = inspect.unwrap(function)  # of a decorated method
+    return next((x for x in (*own, *functions_in(thing)) if x.function in (function, within)), None)
 
 
 @functools.cache

@@ -12,18 +12,14 @@ with another seed on each replica. It is refused where all replicas draw the sam
 """
 
 import ast
-import functools
 import gc
 import itertools
-import linecache
 import operator
-import random
-import re
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType, GeneratorType, ModuleType
+from types import FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -36,9 +32,9 @@ from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, indices_of,
 from fabric.client.data.sampler import StepSampler
 from fabric.client.loop.data_content import content_digest
 from fabric.client.loop.later_changes import made_each_pass, repeated
-from fabric.client.loop.loop_flow import GROWS, assignments, called, dotted, names_read, stores
+from fabric.client.loop.loop_flow import GROWS, dotted, names_read, stores
 from fabric.client.loop.loop_source import refuse_memory
-from fabric.client.loop.user_functions import functions_in, loops_around, search, value_of
+from fabric.client.loop.user_functions import functions_in, search, value_of
 from fabric.client.process.rank_group import RankGroup
 from fabric.errors import ConfigError
 from fabric.integrations.adopt.living_objects import OWN_WAY, is_in_order, outermost_modules, wrapped
@@ -143,25 +139,6 @@ _SAME = (
     "DataLoader shuffle=True, draw the batches from torch's random generator, let an IterableDataset yield "
     f"the part of FABRIC_REPLICA, or {OWN_WAY}"
 )
-# A script with one of these words may give each replica other data.
-_TELLING = re.compile(
-    r"environ|getenv|rank|replica|worker_info|arg[vs]|argparse|\btime|uuid|urandom|getpid|host|seed\(\)|secrets"
-    r"|open\(|load\w*\(|read\w*\(|request|socket|input\(",
-    re.IGNORECASE,
-)
-_DRAWS = {"rand", "randn", "randint", "randperm", "normal", "multinomial", "bernoulli", "poisson", "Random"}
-_DRAWS |= {
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "seed",
-    "initial_seed",
-    "dropout",
-    "empty",
-    "empty_like",
-}
-_PURE = {"range", "enumerate", "zip", "len", "int", "float", "list", "tuple", "min", "max", "sum", "abs"}
-_PLAIN = (int, float, str, torch.Generator, random.Random)
 _ONE_SET = f", and --adopt deals out one data set whose size does not change: {OWN_WAY}"
 _WHOLE = "read the batches of an evaluation within torch.no_grad() or in eval mode"
 
@@ -200,7 +177,6 @@ class OpenReads:
     """
 
     def __init__(self) -> None:
-        self.stream: object = None  # the IterableDataset that trains
         self._open: list[Loader] = []
         self._looks: list[Loader] = []
         self._looks_before: list[Loader] = []  # before the last backward pass
@@ -419,7 +395,6 @@ class AdoptedData:
         """Raise ConfigError for a loader that trains and is not dealt out, unless it is a stream."""
         if isinstance(loader.dataset, IterableDataset) and not self._trains:
             self._loader = self._order = None  # no other loader has trained
-            self._reads.stream = loader.dataset
         elif self._order is not None or self._loop.session is not None:
             raise ConfigError(
                 f"the script trains on batches of the DataLoader over {_name(loader)} that --adopt does not "
@@ -459,7 +434,6 @@ class AdoptedData:
                 f"sees those of torch.utils.data.DataLoader alone: use that, or {OWN_WAY}"
             )
         if self._order is None or self._loader is None:
-            refuse_same_data(sys._getframe(), self._reads.stream, self.replicas)  # noqa: SLF001
             return
         cycled = [x for cycle in living(itertools.cycle) for x in gc.get_referents(cycle)]
         own_code = AdoptedData._pass.__code__
@@ -532,12 +506,10 @@ class InputWatch:
     """Finds replicas that all compute the same data, by a number that each makes of its inputs.
 
     The sums of the numbers and of their squares are metrics of the step, so all members judge alike.
-    ``draws``: the innermost loop may draw its data, so that only the inputs of the first steps may be equal.
     """
 
-    def __init__(self, model: torch.nn.Module, draws: bool = True) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self._steps = self._alike = 0
-        self._draws = draws
         self._number = 0
         self._sees_input = False
         self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
@@ -555,7 +527,7 @@ class InputWatch:
         number, self._number = self._number, 0
         self._steps += 1
         # The first step's forward is over. Loops draw one batch ahead, and the first before they have a seed.
-        if self._steps < (4 if self._draws else 2):
+        if self._steps < 4:
             return {}
         if not self._sees_input:
             raise ConfigError(
@@ -571,34 +543,8 @@ class InputWatch:
         count = metrics.get("fabric.inputs", 0.0)
         alike = count > 1 and count * metrics["fabric.squares"] == metrics["fabric.sum"] ** 2
         self._alike = self._alike + 1 if alike else 0
-        if self._alike == (_ALIKE if self._draws else 1):
+        if self._alike == _ALIKE:
             raise ConfigError(_SAME)
-
-
-@search(True)
-def draws_data(frame: FrameType | None) -> bool:
-    """Return whether the innermost loop may draw the inputs of its model, as far as its source shows.
-
-    A loop over a permutation that an outer loop has drawn does not.
-    """
-    around = next(iter(loops_around(frame)), None)
-    if around is None:
-        return True
-    inner, loops = around
-    values, loop = {**inner.f_globals, **inner.f_locals}, loops[-1]
-    names, made = _made_inputs(loop, values)
-    heads = [x.iter for x in ast.walk(loop) if isinstance(x, ast.For) and set(stores([x.target])) & names]
-    calls = [x for part in (*heads, *(y for _, y in made)) for x in ast.walk(part) if isinstance(x, ast.Call)]
-    return not names or any(map(functools.partial(_may_draw, values), calls))
-
-
-def _may_draw(values: Mapping[str, Any], call: ast.Call) -> bool:
-    name = called(call)
-    if isinstance(call.func, ast.Name):
-        return name not in _PURE
-    owner = value_of(values, dotted(call.func).rpartition(".")[0])
-    is_other = isinstance(owner, ModuleType) and owner is not torch
-    return name in _DRAWS or name.endswith("_") or is_other
 
 
 @search(None)
@@ -641,75 +587,6 @@ def _growing(node: ast.AST, values: Mapping[str, Any], data: Any, follows: bool 
         is_of_data = any(value_of(values, ".".join(path[: n + 1])) is data for n in range(len(path)))
         if is_of_data and (counted is None or path[-1] in counted):
             yield getattr(x, "lineno", 0)
-
-
-@search(None)
-def refuse_same_data(frame: FrameType | None, stream: object, replicas: int) -> None:
-    """Raise ConfigError where the source shows that all replicas draw the same data by a seed of their own.
-
-    ``stream``: the IterableDataset that trains, or None where the loop makes its batches.
-    """
-    around = list(loops_around(frame))
-    methods = {x.name: x for x in functions_in(stream)} if stream is not None else {}
-    files = {x.f_code.co_filename for x, _ in around} | {
-        x.function.__code__.co_filename for x in methods.values()
-    }
-    if replicas < 2 or not around or any(map(_TELLING.search, map("".join, map(linecache.getlines, files)))):
-        return
-    if stream is not None:
-        alike = "__iter__" in methods and all(
-            _draws_alike(x.node, x.values, methods) for x in methods.values() if x.name != "__init__"
-        )
-    else:
-        inner, loops = around[0]
-        # All that the model gets is made from generators of the script's own and from numbers.
-        values = {**inner.f_globals, **inner.f_locals}
-        names, made = _made_inputs(loops[0], values)
-        parts = [x for _, value in made for x in ast.walk(value)]
-        is_drawn = any(isinstance(x, ast.keyword) and x.arg == "generator" for x in parts)
-        is_made_here = names <= {name for stored, _ in made for name in stored}
-        values |= dict.fromkeys(stores([loops[0]]))
-        alike = is_drawn and is_made_here and all(_draws_alike(x, values, ()) for _, x in made)
-    if alike:
-        raise ConfigError(_SAME)
-
-
-def _made_inputs(
-    loop: ast.stmt, values: Mapping[str, Any]
-) -> tuple[set[str], list[tuple[set[str], ast.expr]]]:
-    """Return the names from which the loop makes what its model gets, and its assignments of them."""
-    own = set(stores([loop]))
-    calls = [x for x in ast.walk(loop) if isinstance(x, ast.Call)]
-    modules = [x for x in calls if isinstance(value_of(values, dotted(x.func)), torch.nn.Module)]
-    names = {name for x in modules[:1] for part in x.args for name in names_read(part)}
-    made, size = list[tuple[set[str], ast.expr]](), -1
-    while size != len(names):
-        size = len(names)
-        made = [(stored, value) for _, stored, value in assignments(loop) if stored & names]
-        names |= {name for _, value in made for name in names_read(value) if name in own}
-    return names, made
-
-
-def _draws_alike(node: ast.AST, values: Mapping[str, Any], methods: Collection[str]) -> bool:
-    """Whether all that a node calls and reads is the same on all replicas."""
-    heads = {id(x.func) for x in ast.walk(node) if isinstance(x, ast.Call)}
-    for x in ast.walk(node):
-        if isinstance(x, ast.Call):
-            owner, name = value_of(values, dotted(x.func).rpartition(".")[0]), called(x)
-            given = next((y.value for y in x.keywords if y.arg == "generator"), None)
-            is_seeded = isinstance(given, ast.Name | ast.Attribute) or (name == "Random" and bool(x.args))
-            if (name in _DRAWS or name.endswith("_")) and not is_seeded:
-                return False
-            is_plain = isinstance(x.func, ast.Attribute) or name in _PURE
-            is_known = owner is None or owner is torch or isinstance(owner, _PLAIN) or name in methods
-            if not is_plain or not (is_known or (owner is random and name == "Random")):
-                return False
-        elif isinstance(x, ast.Name | ast.Attribute) and id(x) not in heads and dotted(x) != "self":
-            value = value_of(values, dotted(x)) if dotted(x) else None
-            is_default = value is torch.default_generator
-            if is_default or not (value is None or isinstance(value, (*_PLAIN, ModuleType))):
-                return False
-    return True
 
 
 def _another_shuffles(loader: Loader) -> bool:

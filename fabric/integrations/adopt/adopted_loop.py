@@ -32,7 +32,7 @@ from fabric.client.loop.later_changes import ONE_TRAINING
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS, belongs
 from fabric.errors import ConfigError
-from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch, draws_data
+from fabric.integrations.adopt.adopted_data import AdoptedData, InputWatch
 from fabric.integrations.adopt.living_objects import OWN_WAY, TrainingObjects
 from fabric.integrations.script_state import (
     RepeatedOutputs,
@@ -79,6 +79,7 @@ class AdoptedLoop:
         self.updates = True  # whether that update is real
         self.has_left = False  # the session has ended this process
         self._waiting: Step | None = None  # a committed step to which the loop has not come yet
+        self._skipped = False  # the newest step that the loop has come to has no update
         self._gradients: ScriptGradients | None = None
         self._schedule: ScriptState  # the values that the loop advances, as they were before an exchange
 
@@ -104,6 +105,8 @@ class AdoptedLoop:
                 "the script runs another backward pass between the first use of the gradient and its update, "
                 f"which --adopt cannot exchange: {OWN_WAY}"
             )
+        if self._gradients is not None and self._waiting is None and not self._has_gradient:
+            self._gradients.keep()
         self._has_gradient = True
         self.data.note_backward()
 
@@ -126,15 +129,15 @@ class AdoptedLoop:
             self._exchanged = True
             self._reach_update()
 
-    def on_update(self, optimizer: torch.optim.Optimizer, closure: object) -> bool:
-        """Exchange if clipping has not; return whether the update is real."""
+    def on_update(self, optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
+        """Exchange if clipping has not. Leave no gradient, and so no update, where the loop only counts."""
         own = optimizer if self.objects is None else self.objects.optimizer
         if optimizer is not own and not belongs(optimizer, [own]):
             raise ConfigError(
                 f"the script trains with another {type(optimizer).__name__} than in its first step, and a "
                 f"job is one training: {ONE_TRAINING}"
             )
-        if closure is not None:
+        if (arguments[1] if len(arguments) > 1 else named.get("closure")) is not None:
             raise ConfigError(
                 f"the script gives its optimizer a closure, which computes gradients in the step: {OWN_WAY}"
             )
@@ -144,10 +147,16 @@ class AdoptedLoop:
                 f"know what to exchange: {OWN_WAY}"
             )
         self.on_gradient_use()
-        return self.updates
+        if not self.updates and self._gradients is not None:
+            self._gradients.drop()
 
     def after_update(self) -> None:
         """The update of this step is done, or was left out, as by a scaler."""
+        if not self.updates and self._gradients is not None:
+            self._gradients.show()
+        elif self._skipped and self._gradients is not None:
+            self._gradients.put_back()
+            self._skipped = False
         self._has_gradient = self._exchanged = False
         if self.data.sampler is not None:
             self._is_between = True
@@ -207,9 +216,10 @@ class AdoptedLoop:
             step, self._waiting = self._waiting, None
             assert self._gradients is not None
             self._gradients.bring_back()
+            self._schedule.release()
             assert self.session is not None
             self.session.handover.resume(step.number)
-            self.updates = True
+            self.updates, self._skipped = True, step.skipped
             self._set_computes(not step.replayed)
         elif self._waiting is not None:
             self.updates = False
@@ -234,7 +244,7 @@ class AdoptedLoop:
         if self._inputs is not None and self.computes:
             self._inputs.judge(step.metrics)
         if step.number == self.number:
-            self.updates = True
+            self.updates, self._skipped = True, step.skipped
             self._set_computes(not step.replayed)
             return
         # Let the loop count up to the step without computing; its schedulers go with it from where they were.
@@ -243,6 +253,7 @@ class AdoptedLoop:
         gradients.set_aside()
         gradients.fill()
         self._schedule.put_back()
+        self._schedule.hold(objects.model)
         self._set_computes(False)
 
     def _set_computes(self, computes: bool) -> None:
@@ -263,19 +274,20 @@ class AdoptedLoop:
             )
         self.data.begin()
         buffers = default_buffers(objects.model)
+        self._gradients = ScriptGradients(objects.model)
+        state = objects.state | {"gradients": self._gradients}
         session = self._attach(
-            objects.model, objects.optimizer, state=objects.state, buffers=buffers, step=self.number
+            objects.model, objects.optimizer, state=state, buffers=buffers, step=self.number
         )
         assert isinstance(session, fabric.client.Session)
         session.say_in(_WORDS)
         session.randomness.gives_back = False
         self.objects, self.session = objects, session
         self._schedule = ScriptState(objects.schedule, [objects.optimizer])
-        self._gradients = ScriptGradients(objects.model)
         if self.data.sampler is not None:
             session.draw_from(self.data.sampler)
         else:
-            self._inputs = InputWatch(objects.model, draws_data(sys._getframe(1)))  # noqa: SLF001
+            self._inputs = InputWatch(objects.model)
         averaged = ", its buffers averaged" if buffers == "average" else ""
         sys.stderr.write(
             f"fabric: {self._settings.replica}: adopted {objects.describe()}{averaged} and "
@@ -439,7 +451,11 @@ def patched(loop: AdoptedLoop, job: str) -> Iterator[None]:
             original = getattr(owner, name)
             setattr(owner, name, replace(loop, original))
             stack.callback(setattr, owner, name, original)
-        before = register_optimizer_step_pre_hook(functools.partial(_before_step, loop))
+        optimizer: Any = torch.optim.Optimizer
+        stack.callback(setattr, optimizer, "profile_hook_step", vars(optimizer)["profile_hook_step"])
+        optimizer.profile_hook_step = _hook_step(loop, optimizer.profile_hook_step)
+        # A partial: a replay calls hooks of fabric's modules in another thread, and this one may exchange.
+        before = register_optimizer_step_pre_hook(functools.partial(loop.on_update))
         stack.callback(before.remove)
         after = register_optimizer_step_post_hook(lambda *_: loop.after_update())
         stack.callback(after.remove)
@@ -500,13 +516,18 @@ def _scaler_update(loop: AdoptedLoop, original: Call) -> Call:
     return update
 
 
-def _before_step(loop: AdoptedLoop, optimizer: Any, arguments: Any, named: Any) -> None:
-    closure = arguments[1] if len(arguments) > 1 else named.get("closure")  # the optimizer comes first
-    if not loop.on_update(optimizer, closure):
-        # The optimizers change no parameter without a gradient.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+def _hook_step(loop: AdoptedLoop, original: Call) -> Any:
+    """Let the classes of the script's own optimizers, which may need each gradient, leave updates out."""
+
+    def hook(step: Call) -> Call:
+        @functools.wraps(step)
+        def update(*arguments: Any, **named: Any) -> Any:
+            return step(*arguments, **named) if loop.updates else None
+
+        hooked: Call = original(update)
+        return hooked
+
+    return staticmethod(hook)
 
 
 # Python binds functions of a class to the instance, but not methods of another object.

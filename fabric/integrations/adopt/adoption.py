@@ -145,7 +145,12 @@ def run_adopted(run: Callable[[], None]) -> None:
     if settings.disable:
         run()
         return
-    _seed_unseeded(settings)
+    # Seed all processes of a job alike, in which a script without a seed would split its data, or choose its
+    # values, in other ways. Jobs of other names have other numbers. A token may change while the job runs.
+    seed = xxhash.xxh3_64_intdigest(settings.job.encode())
+    torch.manual_seed(seed)  # on the CPU a process begins with a random seed
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
     loop, training = AdoptedLoop(settings, fabric.client.attach), _FrameworkTraining()
     with contextlib.ExitStack() as stack:
 
@@ -169,18 +174,6 @@ def run_adopted(run: Callable[[], None]) -> None:
                 training.check()
             else:
                 loop.finish()
-
-
-def _seed_unseeded(settings: config.Settings) -> None:
-    """Seed torch, numpy and ``random`` alike in all processes of a job.
-
-    Else a script without a seed would split its data, or choose its values, in another way in each replica.
-    Jobs of other names have other numbers. A token may change while the job runs, so it does not count.
-    """
-    seed = xxhash.xxh3_64_intdigest(settings.job.encode())
-    torch.manual_seed(seed)  # on the CPU a process begins with a random seed
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
 
 
 class _FrameworkTraining:

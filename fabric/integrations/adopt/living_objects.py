@@ -39,7 +39,12 @@ class TrainingObjects:
                 "--adopt cannot advance a ReduceLROnPlateau in a replica that joins, because it follows "
                 f"measured losses: {OWN_WAY}"
             )
-        return cls(_only_model(optimizer), optimizer, schedulers, _only_scaler())
+        scalers = [x for x in living(torch.amp.GradScaler) if x.is_enabled()]
+        if len(scalers) > 1:
+            raise ConfigError(
+                f"--adopt takes a script with one GradScaler, and this one has {len(scalers)}: {OWN_WAY}"
+            )
+        return cls(_only_model(optimizer), optimizer, schedulers, scalers[0] if scalers else None)
 
     @property
     def schedule(self) -> dict[str, Any]:
@@ -103,15 +108,6 @@ def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[LRSchedul
     steering = [x for x in living(LRScheduler) if id(x.optimizer.param_groups) in steered]
     within = {id(part) for x in steering for part in getattr(x, "_schedulers", ())}
     return sorted((x for x in steering if id(x) not in within), key=_name)
-
-
-def _only_scaler() -> torch.amp.GradScaler | None:
-    scalers = [x for x in living(torch.amp.GradScaler) if x.is_enabled()]
-    if len(scalers) > 1:
-        raise ConfigError(
-            f"--adopt takes a script with one GradScaler, and this one has {len(scalers)}: {OWN_WAY}"
-        )
-    return scalers[0] if scalers else None
 
 
 def is_in_order(loader: DataLoader[Any]) -> bool:

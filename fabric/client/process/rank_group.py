@@ -10,7 +10,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -34,17 +34,24 @@ Answer = Callable[[list[dict[str, Any]]], list[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Rank ``rank`` of ``size``."""
+    """Rank ``rank`` of ``size``.
+
+    ``draws``: the first rank to which the script has given this rank's seed of torch. Ranks with the same
+    number draw the same random numbers, and others draw others.
+    """
 
     rank: int
     size: int
+    draws: int = 0
 
     @classmethod
     def find(cls) -> "RankGroup | None":
         """Return this replica's world, None for one process. Raises ConfigError before torch's init."""
         if dist.is_available() and dist.is_initialized():
-            size = dist.get_world_size()
-            return cls(dist.get_rank(), size) if size > 1 else None
+            if (size := dist.get_world_size()) == 1:
+                return None
+            group = cls(dist.get_rank(), size)
+            return replace(group, **group.ask({"seed": torch.initial_seed()}, _draws))
         launched = launched_ranks()
         if launched > 1:
             raise ConfigError(
@@ -184,6 +191,11 @@ class RankGradients:
             return []
         moved = [x for x in self._parameters if x[1].grad is not None and _sample(x[1].grad).any()]
         return [xxhash.xxh3_64_hexdigest(name.encode() + _sample(p).tobytes()) for name, p in moved]
+
+
+def _draws(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    first: dict[int, int] = {}
+    return [{"draws": first.setdefault(row["seed"], rank)} for rank, row in enumerate(rows)]
 
 
 def _holds_own(group: Any) -> bool:

@@ -10,13 +10,23 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 
-from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, inside, made_from, names_read, stores
+from fabric.client.gradients.bucket_stream import changes_early
+from fabric.client.loop.loop_flow import (
+    LOOPS,
+    called,
+    carry,
+    dotted,
+    early_change,
+    inside,
+    made_from,
+    names_read,
+    stores,
+)
 from fabric.client.loop.unshared_objects import OptimizerWatch, belongs
 from fabric.client.loop.user_functions import (
     RunningSource,
@@ -32,6 +42,7 @@ from fabric.client.loop.user_functions import (
     value_of,
 )
 from fabric.errors import ConfigError
+from fabric.model import Value
 
 ONE_TRAINING = (
     "make it once before the loop, or run each training as a job of its own, in a process of its own"
@@ -44,6 +55,7 @@ _LIBRARIES = ("fabric", "transformers", "trl", "lightning", "pytorch_lightning")
 _DEPTH = 3  # functions that call one another
 # Methods of Lightning and transformers that run in a training, and attributes that count there.
 _HOOKS = ("on_train", "on_epoch", "on_step", "training_step", "compute_loss", "optimizer_step")
+_EARLY = ("backward", "on_after_backward")  # methods that run right after a backward pass
 _COUNTS = ("current_epoch", "epoch", "global_step", "step", "batch_idx")
 _LATE = "(late)"  # a name that no source has
 _ALL = ("parameters", "named_parameters", "modules", "children", "named_children", "values", "items")
@@ -148,6 +160,13 @@ def refuse_later_hooks(things: Iterable[Any], given: Mapping[str, Any], model: t
             states.refuse(source, counts.union(*map(names_read, tests)))
 
 
+def refuse_early_changes(things: Iterable[Any]) -> None:
+    """Raise ConfigError where a hook of ``things`` changes gradients before all replicas' are averaged."""
+    for function in (x for thing in things for x in functions_in(thing) if x.name in _EARLY):
+        if line := early_change(function.node):
+            raise changes_early(f"{function} ({function.place(line)})")
+
+
 def _stepping(loop: RunningSource) -> Iterator[torch.optim.Optimizer]:
     """Yield the optimizers that a loop lets make a step, and has not made itself."""
     own = set(stores([loop.node]))
@@ -210,8 +229,7 @@ def _runs_once(source: RunningSource) -> bool:
 # --- what requires gradients --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _States:
+class _States(Value):
     """Finds what freezes or unfreezes parts of a model. ``parameters``: the ids of those of the model."""
 
     parameters: set[int]

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -20,6 +19,7 @@ from fabric.errors import ConfigError, NotAMember, ProtocolError
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.reduce_ops import OPERATION_CODES, SUM, Reduction
 from fabric.ftar.ring_schedule import DTYPE_CODES
+from fabric.model import Value
 from fabric.protocol.messages.wire import decode_value
 
 FRAME_BYTES = 1024
@@ -30,8 +30,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 _Words: type[tuple[Key | None, str, Key | None, str, int]] = tuple[Key | None, str, Key | None, str, _Size]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Value):
     """One collective, as the user's code calls it. Members with unequal calls have unequal programs."""
 
     kind: str  # all_reduce, broadcast, all_gather or barrier
@@ -44,8 +43,7 @@ class Call:
         return f"{self.kind}{option}" + (f" of {self.dtype} {list(self.shape)}" if self.dtype else "")
 
 
-@dataclass(frozen=True, slots=True)
-class CallFrame:
+class CallFrame(Value):
     """One member's part of the agreement."""
 
     key: Key | None  # the collective that the member calls; None: it only answers repeated calls
@@ -68,13 +66,11 @@ class CallFrame:
         return cls(*decode_value(_Words, data, "frame of a collective"))
 
 
-@dataclass(frozen=True, slots=True)
-class Go:
+class Go(Value):
     """All members make the same call: move its bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Supply:
+class Supply(Value):
     """Members repeat a collective whose result ``source`` (a position) has: it sends ``nbytes`` to all."""
 
     source: int
@@ -82,8 +78,7 @@ class Supply:
     key: Key
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(Value):
     """Those that call ``key`` get this sentence. ``may_retry``: a repeated call may have a result."""
 
     why: str
@@ -187,8 +182,7 @@ class GroupRing:
 _HEAD_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(Value):
     """The result of a collective: tensors on the CPU, and for an all_gather the members' names."""
 
     names: tuple[str, ...] = ()
@@ -223,8 +217,7 @@ class Payload:
         return cls(names, tuple(from_bytes(body[i * size :][:size], call) for i in range(count)))
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(Value):
     """This member's part of a collective."""
 
     call: Call

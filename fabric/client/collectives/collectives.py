@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
 
 import torch
+from msgspec import field
+from msgspec.structs import replace
 
 from fabric.client.collectives.calls import (
     Call,
@@ -33,7 +34,7 @@ from fabric.client.control.engine import Engine, EngineParts
 from fabric.client.control.peers import CollectiveGroup, CollectiveLinks, LinkedRing
 from fabric.client.process.worker import Worker
 from fabric.errors import CollectiveFailed, ConfigError, Mismatch, NotAMember, ProtocolError, RoundAborted
-from fabric.model import Member, Record
+from fabric.model import Member, Record, Value
 from fabric.protocol.messages import member_events as io
 from fabric.runtime.failpoints import Failpoints
 
@@ -41,8 +42,7 @@ _NOT_STARTED = "the first step has not begun: call collectives inside the loop o
 _NOT_STARTED += "the first session.exchange"
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(Value):
     """A part of a step in which the same members take part in all collectives."""
 
     place: tuple[int, int]  # committed steps, and whether the next step is being computed
@@ -141,8 +141,7 @@ TIMEOUT_S = 60.0
 _ANSWER_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(Value):
     key: Key | None  # None: only answer repeated calls
     call: Call
     phase: Phase

@@ -110,7 +110,7 @@ class StaleGradients:
     def _check_unchanged(self) -> None:
         is_kept = self._marks and self._kept and all(p.grad is not None for p in self._kept)
         if is_kept and self._marks != _marks(self._kept):
-            raise changes_early("the script")
+            raise changed_early("the script changes gradients", own_loop=False)
 
     def begin(self, step: int) -> None:
         """Look at the gradients before a backward pass of ``step``. Raises ConfigError for dropped ones."""
@@ -182,21 +182,18 @@ def _watch_stages() -> None:
     owner.scale_grads = functools.wraps(scale)(watched)
 
 
-def changed_early(what: str) -> ConfigError:
+def changed_early(what: str, own_loop: bool = True) -> ConfigError:
     """Return the refusal of a loop that changes gradients before they are averaged."""
+    where, later = "within the loop over the micro-batches", "after that loop"
+    if not own_loop:
+        where, later = (
+            "after a backward pass",
+            "right before the optimizer's step (on_before_optimizer_step, ",
+        )
+        later += "on_pre_optimizer_step, `if accelerator.sync_gradients:`)"
     return ConfigError(
-        f"{what} within the loop over the micro-batches, before the gradients of all replicas are averaged, "
-        "so the result would depend on the number of replicas: do it after that loop, or scale the loss"
-    )
-
-
-def changes_early(what: str) -> ConfigError:
-    """Return the refusal of code in a framework's loop that changes gradients before they are averaged."""
-    return ConfigError(
-        f"{what} changes gradients after a backward pass, before those of all replicas are averaged, so the "
-        "result would depend on the number of replicas: do it right before the optimizer's step "
-        "(on_before_optimizer_step, on_pre_optimizer_step, `if accelerator.sync_gradients:`), or scale the "
-        "loss"
+        f"{what} {where}, before the gradients of all replicas are averaged, so the result would depend on "
+        f"the number of replicas: do it {later}, or scale the loss"
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fabric.client.gradients.bucket_stream import changes_early
+from fabric.client.gradients.bucket_stream import changed_early
 from fabric.client.loop.loop_flow import (
     LOOPS,
     called,
@@ -164,7 +164,8 @@ def refuse_early_changes(things: Iterable[Any]) -> None:
     """Raise ConfigError where a hook of ``things`` changes gradients before all replicas' are averaged."""
     for function in (x for thing in things for x in functions_in(thing) if x.name in _EARLY):
         if line := early_change(function.node):
-            raise changes_early(f"{function} ({function.place(line)})")
+            where = f"{function} ({function.place(line)})"
+            raise changed_early(f"{where} changes gradients", own_loop=False)
 
 
 def _stepping(loop: RunningSource) -> Iterator[torch.optim.Optimizer]:

@@ -118,11 +118,7 @@ class _SharedObjects:
 
 
 def place(value: Any, live: Any) -> Any:
-    """Return ``value`` with every tensor on the device where ``live`` has its counterpart.
-
-    A file has the keys of a dict sorted. They come in the order of ``live``, because a loop may go over the
-    dict beside the parameters of the model.
-    """
+    """Return ``value`` as ``live`` has it: tensors on its device, the keys of a dict in its order."""
     if isinstance(value, torch.Tensor):
         return value.to(live.device) if isinstance(live, torch.Tensor) else value
     if isinstance(value, dict) and isinstance(live, dict):

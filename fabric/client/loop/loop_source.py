@@ -263,7 +263,7 @@ def changed_names(loop: ast.stmt) -> dict[str, int]:
 def _moved(loop: ast.For, values: Mapping[str, Any]) -> dict[str, int]:
     """Return the tensors, and modules with parameters, that torch's methods change in place, with the line.
 
-    What a method overwrites first carries nothing.
+    A tensor that a method overwrites carries nothing.
     """
     nodes, of = list(ast.walk(loop)), dict[str, str]()
     for inner in (x for x in nodes if isinstance(x, ast.For)):

@@ -51,7 +51,8 @@ class RankGroup:
             if (size := dist.get_world_size()) == 1:
                 return None
             group = cls(dist.get_rank(), size)
-            return replace(group, **group.ask({"seed": torch.initial_seed()}, _draws))
+            seeds = [row["seed"] for row in group.gather({"seed": torch.initial_seed()})]
+            return replace(group, draws=seeds.index(seeds[group.rank]))
         launched = launched_ranks()
         if launched > 1:
             raise ConfigError(
@@ -191,11 +192,6 @@ class RankGradients:
             return []
         moved = [x for x in self._parameters if x[1].grad is not None and _sample(x[1].grad).any()]
         return [xxhash.xxh3_64_hexdigest(name.encode() + _sample(p).tobytes()) for name, p in moved]
-
-
-def _draws(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
-    first: dict[int, int] = {}
-    return [{"draws": first.setdefault(row["seed"], rank)} for rank, row in enumerate(rows)]
 
 
 def _holds_own(group: Any) -> bool:

@@ -283,15 +283,12 @@ class LightningJob:
         return batch
 
     def prepared(self, batch: Any) -> Any:
-        """Return ``batch`` as the Trainer hands it to ``training_step``, after the hooks of its start."""
+        """Return ``batch`` as the Trainer hands it to ``training_step``."""
         trainer = self._trainer
         moved = trainer.precision_plugin.convert_input(batch)
         moved = trainer.lightning_module._on_before_batch_transfer(moved, dataloader_idx=0)  # noqa: SLF001
         moved = _call._call_strategy_hook(trainer, "batch_to_device", moved, dataloader_idx=0)  # noqa: SLF001
         self.figures.results.batch, self.figures.results.batch_size = moved, None
-        begun = "on_train_batch_start", moved, self._feed.batch(self.epochs)
-        _call._call_callback_hooks(trainer, *begun)  # noqa: SLF001
-        _call._call_lightning_module_hook(trainer, *begun)  # noqa: SLF001
         return moved
 
     def numbered(self, more: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from pytorch_lightning import LightningModule, Trainer
 AREA = "Lightning"
 NEEDS = ("pytorch_lightning",)
 LAUNCH = "--adopt"
-REFUSED = "Net.on_after_backward (lightning_early_clipping.py:25) changes gradients after a backward pass"
+REFUSED = "changes gradients after a backward pass"
 BATCH = recipe.GLOBAL_BATCH // recipe.REPLICAS
 
 

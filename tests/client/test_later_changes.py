@@ -5,7 +5,7 @@ import textwrap
 import pytest
 import torch
 
-from fabric.client.loop.later_changes import refuse_early_changes, refuse_later_hooks
+from fabric.client.loop.later_changes import refuse_changed_batches, refuse_early_changes, refuse_later_hooks
 from fabric.client.loop.unshared_objects import OptimizerWatch
 from fabric.errors import ConfigError
 
@@ -322,6 +322,34 @@ def test_a_hook_that_changes_gradients_before_they_are_averaged_is_refused():
         with pytest.raises(ConfigError, match=rf"{name} \(test_later_changes.py:\d+\) changes gradients"):
             refuse_early_changes([Measuring(), hooked])
     refuse_early_changes([Measuring()])
+
+
+class Mixing(Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        x, _ = batch
+        x.mul_(0.5)
+
+
+class Masking(Module):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        batch["mask"][0] = 0
+
+
+class Looking(Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen = [x.mean() for x in batch]
+        self.zero_grad()
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        batch[0].mul_(0.5)
+        return batch
+
+
+def test_a_hook_that_changes_a_batch_at_its_start_is_refused():
+    for hooked in (Mixing(), Masking()):
+        with pytest.raises(ConfigError, match=r"on_train_batch_start \(test_later_changes.py:\d+\) changes"):
+            refuse_changed_batches([Looking(), hooked])
+    refuse_changed_batches([Looking()])
 
 
 class Wrapper(torch.optim.SGD):

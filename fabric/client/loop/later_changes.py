@@ -22,6 +22,7 @@ from fabric.client.loop.loop_flow import (
     carry,
     dotted,
     early_change,
+    holder,
     inside,
     made_from,
     names_read,
@@ -166,6 +167,20 @@ def refuse_early_changes(things: Iterable[Any]) -> None:
         if line := early_change(function.node):
             where = f"{function} ({function.place(line)})"
             raise changed_early(f"{where} changes gradients", own_loop=False)
+
+
+def refuse_changed_batches(things: Iterable[Any]) -> None:
+    """Raise ConfigError where ``on_train_batch_start`` of ``things`` changes the batch in place."""
+    for function in (x for thing in things for x in functions_in(thing) if x.name == "on_train_batch_start"):
+        names, nodes = made_from(function.node, {"batch"}), list(ast.walk(function.node))
+        calls = [x.func for x in nodes if isinstance(x, ast.Call) and called(x).endswith("_")]
+        changed = [x.value for x in calls if isinstance(x, ast.Attribute)]
+        changed += [x for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.ctx, ast.Store)]
+        for x in (x for x in changed if holder(x).partition(".")[0] in names):
+            raise ConfigError(
+                f"{function} ({function.place(x.lineno)}) changes the batch, and does not run for what a "
+                "replica computes of a dead one: change it in on_after_batch_transfer"
+            )
 
 
 def _stepping(loop: RunningSource) -> Iterator[torch.optim.Optimizer]:

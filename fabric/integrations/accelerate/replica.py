@@ -570,7 +570,10 @@ def _fixed_batches() -> str:
                     f"the loop counts its batches in {name} ({file}:{line}), so no step has more than it "
                     "expects (to count steps, count under `if accelerator.sync_gradients:`)"
                 )
-        if line := early_change(loops[-1], _of_steps(loops[-1])):
+        parts, steps = list(ast.walk(loops[-1])), list[ast.AST]()
+        steps += [x for x in parts if isinstance(x, ast.If) and "sync_gradients" in ast.unparse(x.test)]
+        steps += [x for x in parts if isinstance(x, ast.Call) and "accelerator" in dotted(x.func)]
+        if line := early_change(loops[-1], {y for x in steps for y in ast.walk(x)}):
             return (
                 f"the loop changes gradients after each batch ({file}:{line}), so no step has more than it "
                 "expects (to change them once, do it under `if accelerator.sync_gradients:`)"
@@ -592,14 +595,6 @@ def _counts(loop: ast.For | ast.AsyncFor | ast.While) -> dict[str, int]:
         target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
         counts |= dict.fromkeys(stores([target]), loop.lineno)
     return {name: line for name, line in counts.items() if name}
-
-
-def _of_steps(loop: ast.AST) -> set[ast.AST]:
-    """Return the parts of a loop that act once in each step."""
-    parts = list(ast.walk(loop))
-    tests = [x for x in parts if isinstance(x, ast.If) and "sync_gradients" in ast.unparse(x.test)]
-    clips = [x for x in parts if isinstance(x, ast.Call) and "accelerator" in dotted(x.func)]
-    return {y for x in (*tests, *clips) for y in ast.walk(x)}
 
 
 # accelerate in a replica of one process, under any launcher.

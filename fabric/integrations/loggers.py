@@ -8,18 +8,17 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import fabric.client
 from fabric.errors import FabricError
+from fabric.model import Value
 from fabric.runtime.http.lighthouse_client import Lighthouses
 
 _log = logging.getLogger("fabric")
 
 
-@dataclass(frozen=True, slots=True)
-class LogEntry:
+class LogEntry(Value):
     """The figures of one step by name, and a sentence where a failure is over."""
 
     step: int

@@ -362,6 +362,12 @@ class StepFeed:
         """Yield the micro-batches that are left, those of lost members included."""
         yield from self._micro_batches
 
+    def batch(self, epochs: EpochShape) -> int:
+        """Return the number within its epoch of the framework's batch that the micro-batch is a part of."""
+        at = self.session._progress.at  # noqa: SLF001
+        assert at is not None
+        return at[0] % epochs.steps * epochs.accumulation + at[1] // epochs.replicas
+
     def weight(self, epochs: EpochShape) -> float:
         """Return what the micro-batch under way weighs. Batches of a ``batch_sampler`` weigh the same too."""
         at = self.session._progress.at  # noqa: SLF001

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaders import loader_of
@@ -215,3 +216,13 @@ def test_the_ranks_of_a_replica_cut_each_micro_batch_without_gap_or_overlap():
     loaders = [loader_of(list(range(20)), plan, part=SampleSlice(rank, 2)) for rank in range(2)]
     for batch in range(MICRO_BATCHES):
         assert [x for loader in loaders for x in loader.fetch(3, batch)] == plan.samples(3, batch)
+
+
+def test_the_samples_of_ranks_with_other_seeds_are_augmented_by_other_numbers():
+    plan = SamplePlan(20, GLOBAL, 2, seed=4)
+    drawn = []
+    for draws in (0, 0, 1):
+        loader = loader_of(list(range(20)), plan, part=SampleSlice(0, 2, draws))
+        loader.fetch(3, 1)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[1] != drawn[2]

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 import torch
 
-from fabric.client.loop.later_changes import refuse_later_hooks
+from fabric.client.loop.later_changes import refuse_changed_batches, refuse_early_changes, refuse_later_hooks
 from fabric.client.loop.unshared_objects import OptimizerWatch
 from fabric.errors import ConfigError
 
@@ -295,6 +295,61 @@ def test_a_hook_that_unfreezes_in_a_later_epoch_is_refused():
         refuse_later_hooks([module], {}, module)
     frozen = Frozen()
     refuse_later_hooks([frozen], {}, frozen)
+
+
+class Clipping(Module):
+    def on_after_backward(self):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class Halving(Module):
+    def backward(self, loss):
+        loss.backward()
+        for p in self.parameters():
+            p.grad *= 0.5
+
+
+class Measuring(Module):
+    def on_after_backward(self):
+        self.norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])
+
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+def test_a_hook_that_changes_gradients_before_they_are_averaged_is_refused():
+    for hooked, name in ((Clipping(), "Clipping.on_after_backward"), (Halving(), "Halving.backward")):
+        with pytest.raises(ConfigError, match=rf"{name} \(test_later_changes.py:\d+\) changes gradients"):
+            refuse_early_changes([Measuring(), hooked])
+    refuse_early_changes([Measuring()])
+
+
+class Mixing(Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        x, _ = batch
+        x.mul_(0.5)
+
+
+class Masking(Module):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        batch["mask"][0] = 0
+
+
+class Looking(Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen = [x.mean() for x in batch]
+        self.zero_grad()
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        batch[0].mul_(0.5)
+        return batch
+
+
+def test_a_hook_that_changes_a_batch_at_its_start_is_refused():
+    for hooked in (Mixing(), Masking()):
+        with pytest.raises(ConfigError, match=r"on_train_batch_start \(test_later_changes.py:\d+\) changes"):
+            refuse_changed_batches([Looking(), hooked])
+    refuse_changed_batches([Looking()])
 
 
 class Wrapper(torch.optim.SGD):

@@ -1,6 +1,7 @@
 """A loop that reads what only its micro-batches set is refused before its first step, and no other loop."""
 
 import ast
+import contextlib
 import inspect
 import itertools
 import linecache
@@ -444,6 +445,7 @@ class Balance:
     def state_dict(self): return {"mean": self.mean}
     def load_state_dict(self, state): self.mean = state["mean"]
 balance, kept = Balance(), Balance()
+other = torch.nn.Linear(2, 1)
 count = 0
 def warmed(loss):
     global count
@@ -573,6 +575,22 @@ NOT_LATER = {
     "an index that is printed at times": "for i, x in enumerate(step):\n    if i % 2 == 0:\n"
     "        print(i)\n    step.backward(model(x).sum())",
 }
+MOVED = {
+    "a tensor": "for x in step:\n    step.backward((model(x) * buffer.mean()).sum())\nbuffer.mul_(0.9)",
+    "a network": "for x in step:\n    step.backward((model(x) - other(x)).sum())\n"
+    "for p in other.parameters():\n    p.data.mul_(0.9)",
+    "a network's weight": "for x in step:\n    step.backward((model(x) - other(x)).sum())\n"
+    "other.weight.data *= 0.9",
+}
+NOT_MOVED = {
+    "the model": "for x in step:\n    step.backward(model(x).sum())\n"
+    "for p in model.parameters():\n    p.data.clamp_(-1, 1)\n    p.grad.mul_(0.5)",
+    "a network that no loss has": "for x in step:\n    step.backward(model(x).sum())\n"
+    "for p in other.parameters():\n    p.data.mul_(0.9)",
+    "a tensor that each step fills": "buffer.zero_()\nfor x in step:\n    buffer.add_(x.mean())\n"
+    "    step.backward((model(x) * buffer.mean()).sum())",
+    "the batch": "for x in step:\n    x.mul_(0.5)\n    step.backward(model(x).sum())",
+}
 NOT_KEPT = {
     "a buffer that each call fills": "for x in step:\n    step.backward(model(rows.filled(x)).sum())",
     "a count of a method for prints": "for x in step:\n    step.backward(rows.of(model(x)))\n"
@@ -670,6 +688,13 @@ def test_the_first_call_refuses_best_weights_that_the_loop_keeps(monkeypatch, tm
         ConfigError, match=r"kept_weights at script.py:\d+ keeps weights by best, and a replica"
     ):
         run_steps(monkeypatch, tmp_path, body + "if step.number == 1: model.load_state_dict(kept_weights)")
+
+
+@pytest.mark.parametrize("body", [*MOVED.values(), *NOT_MOVED.values()], ids=[*MOVED, *NOT_MOVED])
+def test_the_first_call_refuses_what_a_loop_changes_in_place_to_train_by(monkeypatch, tmp_path, body):
+    refuses = pytest.raises(ConfigError, match=r"the training depends on \w+, which script.py:\d+ changes")
+    with refuses if body in MOVED.values() else contextlib.nullcontext():
+        run_steps(monkeypatch, tmp_path, "with torch.no_grad(): pass\n" + body)
 
 
 @pytest.mark.parametrize("body", LATER.values(), ids=LATER)

@@ -24,6 +24,18 @@ def test_a_micro_batch_draws_the_same_again_and_other_micro_batches_differ():
     assert len(seeds) == 3 * 20 * 20 and max(seeds) < 2**63
 
 
+def test_ranks_that_the_script_has_seeded_differently_draw_differently():
+    drawn = []
+    for draws in (0, 1, 1):
+        randomness = UpdateRandomness([], draws)
+        seed_everything(1, 2, 3, draws)
+        in_batch = draw()
+        randomness.begin(11)
+        drawn.append((in_batch, draw()))
+    assert drawn[1] == drawn[2]
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
+
+
 def model_and_optimizers(count: int = 1):
     torch.manual_seed(3)
     model = torch.nn.Linear(2, count)

@@ -88,6 +88,9 @@ def rank(number: int, store: Path, results) -> None:
         group.ask({"value": number}, refuse)
     except ConfigError as error:
         told["refused"] = str(error)
+    for seeds in ([5, 5, 5], [7, 8, 7]):
+        torch.manual_seed(seeds[number])
+        told[str(seeds)] = RankGroup.find().draws
     results.put((number, told))
     dist.destroy_process_group()
 
@@ -110,6 +113,8 @@ def test_rank_0_answers_each_rank_and_its_refusal_is_that_of_all(tmp_path):
         assert told[number]["gathered"] == [{"name": ""}, {"name": "ä"}, {"name": "ää"}]
         assert told[number]["answered"] == {"sum": 150, "own": "x" * number * 50}
         assert told[number]["refused"] == "3 ranks do not agree"
+        assert told[number]["[5, 5, 5]"] == 0
+        assert told[number]["[7, 8, 7]"] == (0, 1, 0)[number]
 
 
 def test_gradients_that_stay_at_one_rank_and_models_that_part_are_refused(tmp_path):

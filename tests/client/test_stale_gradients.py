@@ -112,6 +112,35 @@ def test_a_replayed_step_writes_over_what_is_there():
     optimizer.step()
 
 
+def test_a_framework_that_calls_backward_itself_adds_gradients():
+    model = torch.nn.Linear(2, 1)
+    stale = StaleGradients([torch.optim.SGD(model.parameters(), lr=0.1)])
+    stale.own_loop = False
+    for number in range(3):
+        with stale.micro_batch(number == 0, False):
+            model(torch.ones(2)).sum().backward()
+
+
+@pytest.mark.parametrize("own_loop", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_framework_may_not_change_gradients_before_they_are_averaged(own_loop, micro_batches):
+    """A hook such as Lightning's ``on_after_backward`` does, and no loop that the source shows."""
+    model = torch.nn.Linear(2, 1)
+    stale = StaleGradients([torch.optim.SGD(model.parameters(), lr=0.1)])
+    stale.own_loop = own_loop
+    refuses = pytest.raises(ConfigError, match="changes gradients after a backward pass")
+    for changes in (False, True):
+        with refuses if changes and not own_loop else contextlib.nullcontext():
+            for number in range(micro_batches):
+                with stale.micro_batch(number == 0, micro_batches == 1):
+                    stale.begin(int(changes))
+                    model(torch.ones(2)).sum().backward()
+                    stale.added()
+                    if changes:
+                        model.weight.grad.mul_(0.5)
+        model.zero_grad()
+
+
 # --- gradients that are dropped within a step ---------------------------------------------------------------
 
 DROPPED = "the gradients of this step's earlier micro-batches are gone"

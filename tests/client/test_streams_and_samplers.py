@@ -1,5 +1,6 @@
 """Streams, shards, the sampler's order, averaged buffers and the learning-rate factor, without processes."""
 
+from collections import OrderedDict
 from itertools import islice
 
 import pytest
@@ -398,6 +399,21 @@ def test_dicts_and_generators_are_shared_state_and_stay_the_same_objects():
     assert restore(memoryview(file), objects) == 7
     assert progress == {"epoch": 3, "best": {"loss": 0.5}}
     assert torch.equal(torch.rand(4, generator=generator), expected)
+
+
+def test_a_dict_keeps_its_order_in_a_replica_that_joins():
+    """A loop may go over the values of an average beside the parameters."""
+
+    def averages(**more):
+        averaged = {"weight": torch.ones(2), "bias": torch.zeros(2)} | more
+        return {"named": averaged, "order": OrderedDict.fromkeys(["z", "a"], 1), "inner": [dict(averaged)]}
+
+    trained, joining = averages(zero=1, added=2), averages()
+    joining["order"].move_to_end("z")
+    file = file_of(StateDescriber(shared_objects({"averages": trained})).capture(7))
+    restore(memoryview(file), shared_objects({"averages": joining}))
+    assert list(joining["named"]) == list(joining["inner"][0]) == ["weight", "bias", "added", "zero"]
+    assert list(joining["order"]) == ["z", "a"]
 
 
 def test_a_dict_that_refuses_its_state_is_as_it_was():

@@ -82,6 +82,16 @@ def test_all_batches_of_a_step_weigh_the_same_whatever_a_batch_sampler_puts_into
     assert given == weights
 
 
+def test_a_micro_batch_has_the_batch_number_of_the_replica_whose_part_it_is():
+    """Two replicas, two batches a step: parts 0 and 1 are of a step's first batch, 2 and 3 of its second."""
+    epochs = TrainingData.of(DataLoader(DATA, 4)).epochs(2, 2)  # three batches, in two steps
+    numbers = []
+    for at in [(0, 0), (0, 1), (0, 3), (1, 1), (2, 2)]:
+        under_way = SimpleNamespace(session=SimpleNamespace(_progress=SimpleNamespace(at=at)))
+        numbers.append(StepFeed.batch(under_way, epochs))
+    assert numbers == [0, 0, 1, 2, 1]
+
+
 def test_drop_last_is_told_and_its_steps_are_whole():
     data = TrainingData.of(DataLoader(DATA, 4, drop_last=True))
     epochs = data.epochs(1, 2)

@@ -12,7 +12,7 @@ modules. It can undo each load until the last object is loaded. For an optimizer
 """
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -118,12 +118,13 @@ class _SharedObjects:
 
 
 def place(value: Any, live: Any) -> Any:
-    """Return ``value`` with every tensor on the device where ``live`` has its counterpart."""
+    """Return ``value`` as ``live`` has it: tensors on its device, the keys of a dict in its order."""
     if isinstance(value, torch.Tensor):
         return value.to(live.device) if isinstance(live, torch.Tensor) else value
     if isinstance(value, dict) and isinstance(live, dict):
-        for key in value:
-            value[key] = place(value[key], live.get(key))
+        own_order = () if isinstance(value, OrderedDict) else live  # that of an OrderedDict is in the file
+        for key in [*(x for x in own_order if x in value), *(x for x in value if x not in own_order)]:
+            value[key] = place(value.pop(key), live.get(key))
         return value
     if type(value) in (list, tuple) and isinstance(live, (list, tuple)):
         paired = [place(item, live[i] if i < len(live) else None) for i, item in enumerate(value)]

@@ -112,6 +112,7 @@ class Fetcher:
     seed: int
     batched: bool = False  # the one item of a micro-batch is a list of indices, of a batch sampler
     pass_of: Callable[[int, int], int] | None = None  # if the data set has ``set_epoch``
+    draws: int = 0  # see ``SampleSlice``
     _pass: int = -1  # that the data set was told last
 
     def read(self, items: Sequence[Any]) -> Any:
@@ -129,7 +130,7 @@ class Fetcher:
             self._pass = number
             seed_everything(self.seed, number, -1)  # the same draws on replicas that begin it elsewhere
             self.dataset.set_epoch(number)
-        seed_everything(self.seed, step, micro_batch)
+        seed_everything(self.seed, step, micro_batch, self.draws)
         return self.read(items)
 
 
@@ -460,25 +461,29 @@ def data_slot_of(replica: str, replicas: int, given: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SampleSlice:
-    """One of ``count`` equal slices of each micro-batch's samples."""
+    """One of ``count`` equal slices of each micro-batch's samples.
+
+    ``draws``: the rank's own, see ``RankGroup``.
+    """
 
     index: int = 0
     count: int = 1
+    draws: int = 0
 
     @classmethod
-    def of(cls, mesh: Any) -> "SampleSlice":
+    def of(cls, mesh: Any, draws: int) -> "SampleSlice":
         """Return the slice of this rank in ``mesh``, a DeviceMesh of one dimension. Raises ConfigError.
 
         Without a mesh the slice is the whole micro-batch.
         """
         if mesh is None:
-            return cls()
+            return cls(draws=draws)
         if mesh.ndim != 1:
             raise ConfigError(
                 f"samples are shared out over one dimension of a mesh, not {mesh.ndim}: give that one, as "
                 'mesh["dp"]'
             )
-        return cls(mesh.get_local_rank(), mesh.size())
+        return cls(mesh.get_local_rank(), mesh.size(), draws)
 
     def check(self, plan: SamplePlan) -> None:
         """Raise ConfigError where micro-batches do not divide into these slices."""
@@ -524,7 +529,7 @@ class Loader:
         self.sharing = sharing
         self.data_slot = data_slot
         self.scale_lr = scale_lr
-        self.fetcher = fetcher
+        self.fetcher = replace(fetcher, draws=self.slice.draws)
         self.workers: Workers | None = None
         self._pass = -1  # that began last here
         self._newest: tuple[tuple[int, int], list[Any]] = (-1, -1), []  # items of a micro-batch, asked twice

@@ -2,7 +2,7 @@
 
 Every replica that computes a micro-batch draws the same random numbers, and no generator's state is saved.
 All replicas draw the same random numbers in an update (stochastic rounding, noise on gradients), however many
-they drew before.
+they drew before. Ranks of one replica draw the same numbers where the script has seeded them alike.
 """
 
 import random
@@ -15,14 +15,18 @@ import xxhash
 from torch.utils.hooks import RemovableHandle
 
 
-def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
-    """Return a 63-bit seed: xxh3_64 of the three numbers."""
-    return xxhash.xxh3_64_intdigest(f"{seed} {step} {micro_batch}".encode()) >> 1
+def micro_batch_seed(seed: int, step: int, micro_batch: int, draws: int = 0) -> int:
+    """Return a 63-bit seed: xxh3_64 of the numbers. ``draws``: that of the rank, see ``RankGroup``."""
+    return xxhash.xxh3_64_intdigest(f"{seed} {step} {micro_batch}{_of_rank(draws)}".encode()) >> 1
 
 
-def seed_everything(seed: int, step: int, micro_batch: int) -> None:
+def _of_rank(draws: int) -> str:
+    return f" rank {draws}" if draws else ""
+
+
+def seed_everything(seed: int, step: int, micro_batch: int, draws: int = 0) -> None:
     """Seed torch (CUDA too), numpy's legacy generator and ``random`` for one micro-batch."""
-    seed_all(micro_batch_seed(seed, step, micro_batch))
+    seed_all(micro_batch_seed(seed, step, micro_batch, draws))
 
 
 class UpdateRandomness:
@@ -36,7 +40,9 @@ class UpdateRandomness:
     seed = 0
     gives_back = True  # false where the loop seeds the generators itself after each update
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], draws: int = 0) -> None:
+        """``draws``: that of this rank, see ``RankGroup``."""
+        self.draws = draws
         self._in_steps = False
         self._step = -1  # of the newest hand-over
         self._parts = 0  # optimizers whose steps have begun since then
@@ -68,7 +74,8 @@ class UpdateRandomness:
         """Seed the generators for the update. ``part``: the number of optimizers before this one."""
         if self.gives_back and not self._in_steps and self._give_back is None:
             self._give_back = keep_generators()
-        seed_all(xxhash.xxh3_64_intdigest(f"{self.seed} {self._step} update {part}".encode()) >> 1)
+        words = f"{self.seed} {self._step} update {part}{_of_rank(self.draws)}"
+        seed_all(xxhash.xxh3_64_intdigest(words.encode()) >> 1)
 
     def _before(self, *_: object) -> None:
         if self._step >= 0 and self._parts:

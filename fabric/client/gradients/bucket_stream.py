@@ -60,6 +60,8 @@ class StaleGradients:
         self.own_loop = True  # false: a framework drops the gradients of a step in the next one
         self._frees = False  # fabric may free the gradients of this micro-batch
         self._kept: list[torch.nn.Parameter] = []  # parameters with a gradient that the loop must keep
+        self._marks: list[tuple[int, int]] = []  # identity and version of these, in a framework's loop
+        self._since_backward = False  # they were noted after a backward pass of this micro-batch
         self._with_value: torch.nn.Parameter | None = None  # one whose gradient must not become zero
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before)
@@ -78,6 +80,7 @@ class StaleGradients:
         self._kept, self._with_value = [], None
         if not is_first or (is_only and self.own_loop):
             self.added()
+        self._since_backward = False  # the user's code may call backward itself
         self._frees = frees
         return self
 
@@ -88,22 +91,31 @@ class StaleGradients:
     def __exit__(self, kind: object, *_: object) -> None:
         _computing.discard(self)  # the loop may leave the step
         watches = kind is None and not self._frees
+        if watches and self._since_backward:
+            self._check_unchanged()
         if watches and ((self._kept and all(p.grad is None for p in self._kept)) or self._became_zero()):
             raise _dropped()
         self._kept, self._with_value = [], None
 
     def added(self) -> None:
         """Note the gradients after a backward pass."""
-        self._kept, self._with_value = [], None
+        self._kept, self._with_value, self._since_backward = [], None, True
         if self._notes < _NOTES:
             self._notes += 1
             self._kept = [p for o in self._optimizers for p in _parameters(o) if p.grad is not None]
             self._with_value = next((p for p in self._kept if _has_value(p.grad)), None)
+            self._marks = [] if self.own_loop else _marks(self._kept)
+
+    def _check_unchanged(self) -> None:
+        is_kept = self._marks and self._kept and all(p.grad is not None for p in self._kept)
+        if is_kept and self._marks != _marks(self._kept):
+            raise changed_early("the script changes gradients", own_loop=False)
 
     def begin(self, step: int) -> None:
         """Look at the gradients before a backward pass of ``step``. Raises ConfigError for dropped ones."""
         if any(p.grad is None for p in self._kept) or self._became_zero():
             raise _dropped()
+        self._check_unchanged()
         if step == self._step:
             return
         self._step = step
@@ -169,12 +181,23 @@ def _watch_stages() -> None:
     owner.scale_grads = functools.wraps(scale)(watched)
 
 
-def changed_early(what: str) -> ConfigError:
+def changed_early(what: str, own_loop: bool = True) -> ConfigError:
     """Return the refusal of a loop that changes gradients before they are averaged."""
+    where, later = "within the loop over the micro-batches", "after that loop"
+    if not own_loop:
+        where, later = (
+            "after a backward pass",
+            "right before the optimizer's step (on_before_optimizer_step, ",
+        )
+        later += "on_pre_optimizer_step, `if accelerator.sync_gradients:`)"
     return ConfigError(
-        f"{what} within the loop over the micro-batches, before the gradients of all replicas are averaged, "
-        "so the result would depend on the number of replicas: do it after that loop, or scale the loss"
+        f"{what} {where}, before the gradients of all replicas are averaged, so the result would depend on "
+        f"the number of replicas: do it {later}, or scale the loss"
     )
+
+
+def _marks(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[int, int]]:
+    return [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in parameters]  # noqa: SLF001
 
 
 def _dropped() -> ConfigError:

@@ -15,7 +15,19 @@ from typing import Any
 
 import torch
 
-from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, inside, made_from, names_read, stores
+from fabric.client.gradients.bucket_stream import changed_early
+from fabric.client.loop.loop_flow import (
+    LOOPS,
+    called,
+    carry,
+    dotted,
+    early_change,
+    holder,
+    inside,
+    made_from,
+    names_read,
+    stores,
+)
 from fabric.client.loop.unshared_objects import OptimizerWatch, belongs
 from fabric.client.loop.user_functions import (
     RunningSource,
@@ -44,6 +56,7 @@ _LIBRARIES = ("fabric", "transformers", "trl", "lightning", "pytorch_lightning")
 _DEPTH = 3  # functions that call one another
 # Methods of Lightning and transformers that run in a training, and attributes that count there.
 _HOOKS = ("on_train", "on_epoch", "on_step", "training_step", "compute_loss", "optimizer_step")
+_EARLY = ("backward", "on_after_backward")  # methods that run right after a backward pass
 _COUNTS = ("current_epoch", "epoch", "global_step", "step", "batch_idx")
 _LATE = "(late)"  # a name that no source has
 _ALL = ("parameters", "named_parameters", "modules", "children", "named_children", "values", "items")
@@ -146,6 +159,28 @@ def refuse_later_hooks(things: Iterable[Any], given: Mapping[str, Any], model: t
             counts = {x for x in names_read(function.node) if x.rpartition(".")[2] in _COUNTS}
             source = RunningSource(function.node, function.values, function.file)
             states.refuse(source, counts.union(*map(names_read, tests)))
+
+
+def refuse_early_changes(things: Iterable[Any]) -> None:
+    """Raise ConfigError where a hook of ``things`` changes gradients before all replicas' are averaged."""
+    for function in (x for thing in things for x in functions_in(thing) if x.name in _EARLY):
+        if line := early_change(function.node):
+            where = f"{function} ({function.place(line)})"
+            raise changed_early(f"{where} changes gradients", own_loop=False)
+
+
+def refuse_changed_batches(things: Iterable[Any]) -> None:
+    """Raise ConfigError where ``on_train_batch_start`` of ``things`` changes the batch in place."""
+    for function in (x for thing in things for x in functions_in(thing) if x.name == "on_train_batch_start"):
+        names, nodes = made_from(function.node, {"batch"}), list(ast.walk(function.node))
+        calls = [x.func for x in nodes if isinstance(x, ast.Call) and called(x).endswith("_")]
+        changed = [x.value for x in calls if isinstance(x, ast.Attribute)]
+        changed += [x for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.ctx, ast.Store)]
+        for x in (x for x in changed if holder(x).partition(".")[0] in names):
+            raise ConfigError(
+                f"{function} ({function.place(x.lineno)}) changes the batch, and does not run for what a "
+                "replica computes of a dead one: change it in on_after_batch_transfer"
+            )
 
 
 def _stepping(loop: RunningSource) -> Iterator[torch.optim.Optimizer]:

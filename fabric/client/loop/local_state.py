@@ -219,7 +219,8 @@ class Handover:
         self._scales = any(isinstance(x, torch.amp.GradScaler) for x in objects)
         self._empty = 0  # steps of total weight 0 so far
         optimizers = optimizers_in(objects)
-        self.randomness = UpdateRandomness(optimizers)
+        group = parts.process.group
+        self.randomness = UpdateRandomness(optimizers, group.draws if group is not None else 0)
         self.stale = StaleGradients(optimizers)
         self.attributes = parts.buffers.attributes
 

@@ -1,7 +1,7 @@
 """Follows the names of a loop: those made from their own old value, and those it trains with or ends by."""
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -151,9 +151,12 @@ def gradient_sources(node: ast.AST) -> list[ast.expr]:
     return given if is_in_place and _in_gradient(node.func) else []
 
 
-def early_change(inner: ast.For) -> int:
-    """Return the line at which a loop over micro-batches clips or scales what they have added up, or 0."""
-    nodes = [x for x in ast.walk(inner) if isinstance(x, ast.expr | ast.stmt)]
+def early_change(inner: ast.AST, but: Container[ast.AST] = ()) -> int:
+    """Return the line at which a loop over micro-batches clips or scales what they have added up, or 0.
+
+    ``but``: nodes that do not count.
+    """
+    nodes = [x for x in ast.walk(inner) if isinstance(x, ast.expr | ast.stmt) and x not in but]
     loops = [x for x in nodes if isinstance(x, ast.For) and "param" in ast.unparse(x.iter)]
     parameters = {name for x in loops for name in stores([x.target])}
     for node in nodes:

@@ -28,6 +28,7 @@ from fabric.client.loop.loop_flow import (
     carry,
     dotted,
     early_change,
+    holder,
     inside,
     kept_weights,
     loads_weights,
@@ -63,6 +64,9 @@ _OF_FABRIC = {"backward", "metrics", "add_weight"}  # calls in the inner loop af
 _SHARED = {"number", "committed_step", "metrics"}  # attributes that are equal on all replicas
 _COLLECTIVES = {"all_reduce", "all_gather", "broadcast", "all_gather_object", "all_gather_into_tensor"}
 _DRAWS = {"rand", "randn", "randint", "randperm", "normal", "rand_like", "randn_like", "standard_normal"}
+_PARTS = {"parameters", "named_parameters", "buffers", "named_buffers"}
+_OVERWRITES = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_"}
+_KEEP = {"requires_grad_", "share_memory_", "detach_"}  # the values
 _LOOKUPS = {"locals", "globals", "vars", "dir", "hasattr"}
 # They yield no item that their argument does not yield.
 _PASS_ON = {"enumerate", "tqdm", "iter", "islice", "track"}
@@ -172,17 +176,18 @@ def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequ
         )
     parts = list(_shared_parts(shared))
     held, memory = {id(x) for x in parts}, {x.data_ptr() for x in parts if isinstance(x, torch.Tensor)}
-    for name, line in _that_train(tree, [loop], changed_names(loop)):
+    for name, line in _that_train(tree, [loop], {**changed_names(loop), **_moved(loop, values)}):
         value = value_of(values, name)
         path = name.split(".")
         is_shared = any(id(value_of(values, ".".join(path[: i + 1]))) in held for i in range(len(path)))
-        is_shared = is_shared or (isinstance(value, torch.Tensor) and value.data_ptr() in memory)
+        tensors = [*value.parameters(), *value.buffers()] if isinstance(value, torch.nn.Module) else [value]
+        is_shared = is_shared or any(isinstance(x, torch.Tensor) and x.data_ptr() in memory for x in tensors)
         if isinstance(value, Iterator):
             raise ConfigError(
                 f"the training reads {name}, an iterator that {here.file}:{line} moves on, and each replica "
                 "moves its own: put what it gives into the data set of session.loader"
             )
-        is_kept = isinstance(value, torch.Tensor | np.ndarray | list | dict | deque)
+        is_kept = isinstance(value, torch.Tensor | np.ndarray | list | dict | deque | torch.nn.Module)
         if (is_kept or (value is None and name in values)) and not is_shared:
             raise ConfigError(
                 f"the training depends on {name}, which {here.file}:{line} changes from step to step, and "
@@ -253,6 +258,31 @@ def changed_names(loop: ast.stmt) -> dict[str, int]:
     clearing = [x.func for x in calls if called(x) == "clear"]
     emptied = {dotted(x.value) for x in clearing if isinstance(x, ast.Attribute)}
     return {x: at for x, at in names.items() if x not in emptied and not {x, x.partition(".")[0]} & fresh}
+
+
+def _moved(loop: ast.For, values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tensors, and modules with parameters, that torch's methods change in place, with the line.
+
+    A tensor that a method overwrites carries nothing.
+    """
+    nodes, of = list(ast.walk(loop)), dict[str, str]()
+    for inner in (x for x in nodes if isinstance(x, ast.For)):
+        owner, _, method = dotted(getattr(inner.iter, "func", inner.iter)).rpartition(".")
+        of |= dict.fromkeys(stores([inner.target]), owner) if method in _PARTS else {}
+    calls = [x for x in nodes if isinstance(x, ast.Call) and called(x).endswith("_")]
+    changes = [(x.func.value, called(x), x.lineno) for x in calls if isinstance(x.func, ast.Attribute)]
+    changes += [(x.target, "", x.lineno) for x in nodes if isinstance(x, ast.AugAssign)]
+    written, moved = set[str](), dict[str, int]()
+    for target, method, line in changes:
+        name = of.get(held := holder(target), held)
+        is_tensor = isinstance(value_of(values, name), torch.Tensor)
+        while is_tensor and isinstance(value_of(values, owner := name.rpartition(".")[0]), torch.nn.Module):
+            name = owner
+        if method in _OVERWRITES:
+            written.add(name)
+        elif method not in _KEEP and (is_tensor or held in of):
+            moved.setdefault(name, line)
+    return {name: line for name, line in moved.items() if name not in {*written, *stores([loop])}}
 
 
 def _numbers(loop: ast.For, step: str) -> dict[str, int]:

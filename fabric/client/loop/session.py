@@ -94,7 +94,7 @@ class LoopCalls(SessionCollectives):
         Without it all ranks get all samples. ``options``: see ``fabric.client.data.loader.LoaderOptions``.
         """
         sizes = (global_batch_size, micro_batch_size, seed)
-        chosen, part = parse_options(options), SampleSlice.of(mesh)
+        chosen, part = parse_options(options), SampleSlice.of(mesh, self.randomness.draws)
         return make_loader(dataset, sizes, collate_fn, num_workers, chosen, self.settings, part)
 
     def sampler(self, size: int, *, global_batch_size: int, **options: Any) -> StepSampler:
@@ -283,7 +283,7 @@ class Session(LoopCalls):
                 self._parts.points.hit("forward", order.step, self._progress.micro_batch)
                 samples = self._progress.samples[micro_batch] = loader.samples(at, micro_batch)
                 batch = loader.fetch(at, micro_batch)
-                seed_everything(loader.plan.seed, order.step, micro_batch)
+                seed_everything(loader.plan.seed, order.step, micro_batch, loader.slice.draws)
                 self.handover.attributes.next_batch()
                 step.weight.begin(loader.count(at, micro_batch))
                 is_first = order is self._first_order and left == 1 - len(filled)
@@ -541,7 +541,8 @@ class SoloSession(LoopCalls):
         self._parameters = parameters
         self.collectives = SoloCollectives("replica0")
         optimizers = optimizers_in(objects.values())
-        self.randomness, self.stale = UpdateRandomness(optimizers), StaleGradients(optimizers)
+        self.randomness = UpdateRandomness(optimizers, group.draws if group is not None else 0)
+        self.stale = StaleGradients(optimizers)
 
     def digest(self) -> str:
         return capture(self._objects, self.committed_step).digest()
@@ -568,7 +569,7 @@ class SoloSession(LoopCalls):
         for number, micro_batch in enumerate(filled):
             batch = loader.fetch(at, micro_batch)
             step.weight.begin(loader.count(at, micro_batch))
-            seed_everything(plan.seed, step.number, micro_batch)
+            seed_everything(plan.seed, step.number, micro_batch, loader.slice.draws)
             with self.stale.micro_batch(number == 0, len(filled) == 1):
                 yield batch
         weight = step.weight.take(self._parameters)

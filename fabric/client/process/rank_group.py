@@ -10,7 +10,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -34,17 +34,25 @@ Answer = Callable[[list[dict[str, Any]]], list[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Rank ``rank`` of ``size``."""
+    """Rank ``rank`` of ``size``.
+
+    ``draws``: the first rank to which the script has given this rank's seed of torch. Ranks with the same
+    number draw the same random numbers, and others draw others.
+    """
 
     rank: int
     size: int
+    draws: int = 0
 
     @classmethod
     def find(cls) -> "RankGroup | None":
         """Return this replica's world, None for one process. Raises ConfigError before torch's init."""
         if dist.is_available() and dist.is_initialized():
-            size = dist.get_world_size()
-            return cls(dist.get_rank(), size) if size > 1 else None
+            if (size := dist.get_world_size()) == 1:
+                return None
+            group = cls(dist.get_rank(), size)
+            seeds = [row["seed"] for row in group.gather({"seed": torch.initial_seed()})]
+            return replace(group, draws=seeds.index(seeds[group.rank]))
         launched = launched_ranks()
         if launched > 1:
             raise ConfigError(

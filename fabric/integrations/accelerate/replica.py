@@ -23,7 +23,16 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from fabric.client.data.loader import data_slot_of
-from fabric.client.loop.loop_flow import called, dotted, ends_by, names_read, stores
+from fabric.client.loop.loop_flow import (
+    called,
+    dotted,
+    early_change,
+    ends_by,
+    made_from,
+    moves_training,
+    names_read,
+    stores,
+)
 from fabric.client.loop.step import Step
 from fabric.client.loop.unshared_objects import ADVICE, MORE_OPTIMIZERS
 from fabric.client.loop.user_functions import loops_around, tree_of
@@ -544,7 +553,8 @@ def _fixed_batches() -> str:
     """Return why each step must have as many batches as the loop expects, or "" where it may have more.
 
     It may where the script's code has a name by which loops see that a step has several micro-batches. A
-    count of all batches by which the script ends, goes on from a checkpoint or writes a file would be wrong.
+    count of all batches by which the script ends, goes on from a checkpoint, writes a file or trains would be
+    wrong. So would be a change of the gradients after each batch.
     """
     frame: Any = sys._getframe(1)  # noqa: SLF001
     for own, loops in loops_around(frame):
@@ -552,20 +562,39 @@ def _fixed_batches() -> str:
         read = {y for x in nodes if isinstance(x, ast.Call) and called(x) in _GO_ON for y in names_read(x)}
         texts = [x for x in nodes if isinstance(x, ast.Assign) and isinstance(x.value, ast.JoinedStr)]
         read |= {y for x in texts if read & set(stores([x])) for y in names_read(x)}
-        for count in (x for x in loops[-1].body if isinstance(x, ast.AugAssign)):
-            name = dotted(count.target) if isinstance(count.value, ast.Constant) else ""
-            if name and (name in read or ends_by(loops, {name})):
-                place = f"{Path(own.f_code.co_filename).name}:{count.lineno}"
+        file = Path(own.f_code.co_filename).name
+        for name, line in _counts(loops[-1]).items():
+            made = made_from(loops[-1], {name}, conditions=True)
+            if name in read or ends_by(loops, {name}) or moves_training(loops[-1], made):
                 return (
-                    f"the loop counts its batches in {name} ({place}), so no step has more than it expects "
-                    "(to count steps, count under `if accelerator.sync_gradients:`)"
+                    f"the loop counts its batches in {name} ({file}:{line}), so no step has more than it "
+                    "expects (to count steps, count under `if accelerator.sync_gradients:`)"
                 )
+        parts, steps = list(ast.walk(loops[-1])), list[ast.AST]()
+        steps += [x for x in parts if isinstance(x, ast.If) and "sync_gradients" in ast.unparse(x.test)]
+        steps += [x for x in parts if isinstance(x, ast.Call) and "accelerator" in dotted(x.func)]
+        if line := early_change(loops[-1], {y for x in steps for y in ast.walk(x)}):
+            return (
+                f"the loop changes gradients after each batch ({file}:{line}), so no step has more than it "
+                "expects (to change them once, do it under `if accelerator.sync_gradients:`)"
+            )
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in ("accelerate", "fabric") and _KNOWS_STEPS & set(frame.f_code.co_names):
             return ""
         frame = frame.f_back
     return "the loop does not use accelerator.accumulate, so it computes a batch for each step"
+
+
+def _counts(loop: ast.For | ast.AsyncFor | ast.While) -> dict[str, int]:
+    """Return the names in which a loop counts its batches, with their lines."""
+    body = [y for x in loop.body for y in (x.body if isinstance(x, ast.With) else [x])]
+    added = [x for x in body if isinstance(x, ast.AugAssign) and isinstance(x.value, ast.Constant)]
+    counts = {dotted(x.target): x.lineno for x in added}
+    if isinstance(loop, ast.For) and "enumerate(" in ast.unparse(loop.iter):
+        target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
+        counts |= dict.fromkeys(stores([target]), loop.lineno)
+    return {name: line for name, line in counts.items() if name}
 
 
 # accelerate in a replica of one process, under any launcher.

@@ -10,7 +10,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from fabric.client.loop.later_changes import refuse_later_hooks
+from fabric.client.loop.later_changes import (
+    refuse_changed_batches,
+    refuse_early_changes,
+    refuse_later_hooks,
+)
 from fabric.errors import ConfigError
 from fabric.integrations.arguments import ArgumentTable, Row, rows_of
 from fabric.integrations.lightning.release import ROOT
@@ -197,6 +201,8 @@ def check_kept_values(trainer: Any) -> None:
             "epochs: give the Trainer limit_train_batches"
         )
     refuse_later_hooks(things, given, module)
+    refuse_early_changes(things)
+    refuse_changed_batches(things)
     kept = kept_value(things, hooks)
     if kept:
         raise ConfigError(

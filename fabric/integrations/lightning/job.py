@@ -291,6 +291,13 @@ class LightningJob:
         self.figures.results.batch, self.figures.results.batch_size = moved, None
         return moved
 
+    def numbered(self, more: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the further arguments of ``training_step`` with the ``batch_idx`` of the micro-batch.
+
+        Where a replica computes a part of another one, that is not the number of the Trainer's batch.
+        """
+        return (self._feed.batch(self.epochs), *more[1:]) if more and self.has_batch else more
+
     def scale(self) -> float:
         """Count the micro-batch; return the factor of its loss, which the loop has divided already."""
         step, epochs = self._feed.step, self.epochs

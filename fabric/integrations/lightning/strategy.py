@@ -115,8 +115,9 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
             self._job.scale()  # the micro-batch counts, and adds no gradient
         return output
 
-    def _compute(self, *arguments: Any, **named: Any) -> Any:
+    def _compute(self, batch: Any, *more: Any, **named: Any) -> Any:
         assert self._job is not None and self.lightning_module is not None
+        arguments = batch, *self._job.numbered(more)
         with self._job.session.handover.attributes.method_of(self.lightning_module):
             return super().training_step(*arguments, **named)
 

@@ -4,7 +4,6 @@ import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -17,7 +16,7 @@ from fabric.ckpt_server.state.training_state import capture, host_bytes
 from fabric.ckpt_server.wire.server_settings import ServerSettings
 from fabric.client.state.restored_values import restore_values
 from fabric.errors import ConfigError, FabricError
-from fabric.model import SnapshotRef
+from fabric.model import SnapshotRef, Value
 from fabric.runtime import config
 
 T = TypeVar("T")
@@ -47,8 +46,7 @@ class CheckpointTransport(ABC, Generic[T]):
         """Release what the transport holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(Value):
     """A state of the caller, as an object that ``capture`` takes."""
 
     value: Any

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 import fabric.client
 from fabric.client.data.randomness import UpdateRandomness, seed_everything
 from fabric.errors import ConfigError
-from fabric.integrations.adopt import adoption
+from fabric.integrations.adopt import adopted_loop, adoption
 from fabric.integrations.adopt.adopted_data import InputWatch
 from fabric.integrations.adopt.adoption import run_adopted
 
@@ -934,6 +934,35 @@ def test_a_replica_that_does_not_write_does_not_look_for_the_saved_files(adopt, 
     session.is_writer = False
     adopt(_saves_as_many_trainers_do(tmp_path), session)
     assert {x.name for x in tmp_path.iterdir()} == {"epoch-0", "epoch-1", "epoch-2"}
+
+
+def _loads_its_best_file(path):
+    def script():
+        model, optimizer = make()
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        torch.save({"best": 2.0}, path)
+        assert torch.load(path) == {"best": 2.0}
+
+    return script
+
+
+def test_a_replica_that_does_not_write_waits_for_the_file_that_it_loads(adopt, tmp_path, monkeypatch):
+    path, session = tmp_path / "best.pt", ScriptedSession()
+    adopt(_loads_its_best_file(path))
+    newer = path.rename(tmp_path / "newer.pt")
+    torch.save({"best": 1.0}, path)  # an earlier run has left it
+    monkeypatch.setattr(adopted_loop.time, "sleep", lambda _: newer.exists() and newer.replace(path))
+    session.is_writer = False
+    adopt(_loads_its_best_file(path), session)
+
+
+def test_a_file_that_no_replica_writes_is_one_sentence(adopt, tmp_path, monkeypatch):
+    session = ScriptedSession()
+    session.is_writer = False
+    monkeypatch.setattr(adopted_loop, "_WRITTEN_S", 0.0)
+    with pytest.raises(ConfigError, match="which it saved at step 1, and the replica that writes has not"):
+        adopt(_loads_its_best_file(tmp_path / "best.pt"), session)
 
 
 def test_a_replica_that_writes_from_now_on_finds_no_file_that_the_one_before_has_removed(adopt, tmp_path):

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -301,6 +302,7 @@ class AdoptedLoop:
 # The name of the entry in the archive's only folder; torch does not look for it.
 _ENTRY = "fabric-step.json"
 _MAX_BYTES = 4096
+_WRITTEN_S, _PAUSE_S = 60.0, 0.02
 Call = Callable[..., Any]
 # Scripts rename, copy and remove the files that they have saved by these functions.
 _CHANGES = {
@@ -320,16 +322,17 @@ class SavedFiles:
     def __init__(self, loop: AdoptedLoop, job: str) -> None:
         self._loop = loop
         self._job = job
-        self._names: set[Path] = (
-            set()
-        )  # of the files that the script has saved or loaded, and of their copies
+        # The files that the script has saved or loaded, and their copies, each with the step of its newest
+        # save; -1 where the file does not say its step.
+        self._saved: dict[Path, int] = {}
 
     def save(self, original: Callable[..., None], obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
         """Write the file at the one replica that writes; streams are the script's own matter."""
         if not isinstance(f, str | os.PathLike):
             original(obj, f, *arguments, **named)
             return
-        self._names.add(Path(f).absolute())
+        notes_step = self._loop.session is not None and named.get("_use_new_zipfile_serialization", True)
+        self._saved[Path(f).absolute()] = self._loop.number if notes_step else -1
         if self._loop.is_writer:
             path = Path(f)
             partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -343,16 +346,28 @@ class SavedFiles:
     def load(self, original: Callable[..., Any], f: Any, *arguments: Any, **named: Any) -> Any:
         """Read the file, and let the loop begin at its step, if it is one of this job's.
 
-        The file is read again where the writer has put a newer one into its place meanwhile.
+        A replica that does not write waits until the writer has written what the script has saved. The file
+        is read again where the writer has put a newer one into its place meanwhile.
         """
         if not isinstance(f, str | os.PathLike):
             return original(f, *arguments, **named)
-        self._names.add(Path(f).absolute())
-        path, read = Path(f), False
-        while not read:
-            before = _identity(path)
-            value, noted = original(f, *arguments, **named), _noted(path)
-            read = _identity(path) == before
+        path = Path(f)
+        saved = self._saved.setdefault(path.absolute(), -1)
+        until = time.monotonic() + (-1.0 if self._loop.is_writer else _WRITTEN_S)
+        while True:
+            before, noted = _identity(path), _noted(path)
+            is_written = noted.get("job") == self._job and int(noted.get("step", -1)) >= saved
+            if saved < 0 or is_written or until < 0:
+                value = original(f, *arguments, **named)
+                if _identity(path) == before:
+                    break
+            elif self._loop.is_writer or time.monotonic() > until:
+                raise ConfigError(
+                    f"the script loads {path}, which it saved at step {saved}, and the replica that writes "
+                    "has not written it here: let all replicas share the folder, or start them again"
+                )
+            else:
+                time.sleep(_PAUSE_S)
         if noted.get("job") == self._job:
             step, batches, skipped = (int(noted.get(x, 0)) for x in ("step", "batches", "skipped"))
             self._loop.resume_at(step, batches, skipped)
@@ -366,10 +381,10 @@ class SavedFiles:
         values = (*arguments, *named.values())
         paths = [Path(x).absolute() for x in values if isinstance(x, str | os.PathLike)]
         is_relative = any(x.endswith("dir_fd") and named[x] is not None for x in named)
-        if is_relative or not paths or not any(paths[0] in (x, *x.parents) for x in self._names):
+        if is_relative or not paths or not any(paths[0] in (x, *x.parents) for x in self._saved):
             return original(*arguments, **named)
         for target in paths[1:]:
-            self._names |= {target, target / paths[0].name}
+            self._saved |= dict.fromkeys((target, target / paths[0].name), self._saved.get(paths[0], -1))
         if self._loop.is_writer:
             try:
                 return original(*arguments, **named)

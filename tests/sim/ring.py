@@ -105,11 +105,10 @@ class Ring:
 
     def carry(self, message: m.Contribution) -> None:
         """Let the ring carry a contribution. The thread that exchanges may be faster."""
-        clockwork, world = self.trainer.clockwork, self.trainer.world
-        if world.carries:
-            late = clockwork.between(0.0, 0.02) if clockwork.chance(0.1) else 0.0
-            note = message.fence.epoch, message.step, encode(message)
-            self.trainer.after(late, lambda: self.notes.put(*note))
+        clockwork = self.trainer.clockwork
+        late = clockwork.between(0.0, 0.02) if clockwork.chance(0.1) else 0.0
+        note = message.fence.epoch, message.step, encode(message)
+        self.trainer.after(late, lambda: self.notes.put(*note))
 
     # --- links -------------------------------------------------------------------------------------
 
@@ -366,8 +365,9 @@ class Ring:
         notes, names = self.notes.carried(epoch, step), running.links.names
         carried = tuple((names[at], cast(m.Contribution, decode(x))) for at, x in notes.items())
         done = io.Exchanged(epoch, step, gradient.digest, nonfinite, carried=carried)
-        round_ = self.trainer.core.rounds.round
-        if 1 < len(names) == len(carried) and round_ is not None and round_.due_s < math.inf:
+        is_whole = self.trainer.world.carries and 1 < len(names) == len(carried)
+        round_ = self.trainer.core.rounds.round if is_whole else None
+        if round_ is not None and round_.due_s < math.inf:
             self.trainer.clockwork.counts["carried: by the ring alone"] += 1
         clockwork = self.trainer.clockwork
         # The exchange thread takes the digest, and does nothing else meanwhile.

@@ -97,7 +97,7 @@ class Trainer(Process):
         self.core = MemberCore(identity, config, self.clock(), state, tuple(server.memory.snapshots))
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: lambda e: self.send_peer(e),
-            io.Carry: lambda e: self.ring.carry(e.message),
+            io.Carry: lambda e: self.ring.carry(e.message) if world.carries else None,
             io.SendLeader: lambda e: self.send_leader(e.message),
             io.LinkUp: self._link_up,
             io.Probe: lambda e: self.links.probe(e.members),
@@ -184,6 +184,8 @@ class Trainer(Process):
 
     def count_told(self, message: m.Contribution) -> None:
         """Count why a contribution goes over the links although the ring carries others."""
+        if not self.world.carries:
+            return
         round_, rounds = self.core.rounds.round, self.core.rounds
         if round_ is None or rounds.carried_in != message.fence.epoch:
             return

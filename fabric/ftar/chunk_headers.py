@@ -20,12 +20,14 @@ from fabric.model import printable, shortened
 
 _LAYOUT = struct.Struct("<4sBBHHHIIQQQIQ")
 _DIGEST = struct.Struct("<Q")
-_MAGIC = b"FTR6"
+_MAGIC = b"FTR7"
 HEADER_BYTES = _LAYOUT.size + _DIGEST.size
 
 # Chunks that go forward: REDUCE has a partial result, GATHER a result, SEGMENT announces memory of later
 # chunks. Chunks that go backward: ABORT, and READ ("all memory was read").
 REDUCE, GATHER, ABORT, SEGMENT, READ = 1, 2, 3, 4, 5
+# A NOTE goes in front of a GATHER chunk, and goes on with it.
+NOTE = 6
 # The chunks of a device ring go in another order; over TCP each connection of a link carries its part. Two
 # more messages go backward: ANSWER says whether the member can read the offered memory, CREDIT says how many
 # slots it has read.

@@ -19,7 +19,7 @@ import torch
 from fabric.errors import ConfigError, IllegalTransition, ProtocolError, RoundAborted
 from fabric.ftar import chunk_headers
 from fabric.ftar.chunk_headers import ChunkHeader, ExchangeSpec
-from fabric.ftar.plane import Ring
+from fabric.ftar.plane import Ring, RingNotes
 from fabric.ftar.reduce_ops import SUM, Reduction, check_tensors, put_together
 from fabric.ftar.ring_schedule import DTYPE_CODES
 from fabric.transport.tcp import sending_s
@@ -314,6 +314,7 @@ class EpochPlane(Generic[Links]):
         self._epochs: Epochs[Links] = Epochs()
         self._exchanges = ExchangeCounter()
         self._waiting = Waiting("", {})
+        self.notes = RingNotes()
 
     @property
     def waiting_for(self) -> str:

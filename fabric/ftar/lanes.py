@@ -17,7 +17,7 @@ import xxhash
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.buckets import lay_out
-from fabric.ftar.plane import DataPlane, Ring
+from fabric.ftar.plane import DataPlane, Ring, RingNotes
 from fabric.ftar.reduce_ops import SUM, Reduction
 from fabric.model import Member, Record
 from fabric.protocol.rules.lanes import (
@@ -338,6 +338,7 @@ class LanePlane:
         self._sending_s: dict[str, float] = {}
         self._memory: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}  # (lane, type, group) -> memory
         self._registers = registers
+        self.notes = RingNotes()
         self.shares_memory = self._ring(0).shares_memory
         self.kind = self._ring(0).kind
         self.connections = self._ring(0).connections

@@ -46,8 +46,52 @@ class Ring:
         return self.names[self.position - 1]
 
 
+# A longer note is not carried.
+MOST_NOTE_BYTES = 2048
+
+
+class RingNotes:
+    """The notes that the members of a round give to each other along the ring, one of each member.
+
+    A member's note goes in front of the first piece of the result that this member sends after ``put``, and
+    goes on with that piece. Only links over TCP carry notes. Any thread puts, the thread that reduces does
+    the rest.
+    """
+
+    def __init__(self) -> None:
+        self._own: tuple[int, int, bytes] = (-1, -1, b"")
+        self._round = (-1, -1)
+        self._carried: dict[int, bytes] = {}
+
+    def put(self, epoch: int, step: int, note: bytes) -> None:
+        """Let the exchanges of this round carry ``note``."""
+        if len(note) <= MOST_NOTE_BYTES:
+            self._own = epoch, step, note
+
+    def take(self, epoch: int, step: int, position: int) -> bytes:
+        """Return the own note of this round, once, for the piece that leaves now. Empty: there is none."""
+        *of_round, note = self._own
+        if not note or of_round != [epoch, step]:
+            return b""
+        self._own = (-1, -1, b"")
+        self.arrived(epoch, step, position, note)
+        return note
+
+    def arrived(self, epoch: int, step: int, position: int, note: bytes) -> None:
+        """Keep the note of the member at ``position``."""
+        if self._round != (epoch, step):
+            self._round, self._carried = (epoch, step), {}
+        self._carried[position] = note
+
+    def carried(self, epoch: int, step: int) -> dict[int, bytes]:
+        """Return the notes by position that this round's exchanges have carried, with the own one."""
+        return self._carried if self._round == (epoch, step) else {}
+
+
 class DataPlane(Protocol):
     """Sums over the members of an epoch. One thread reduces; any thread installs, aborts, retires."""
+
+    notes: RingNotes
 
     @property
     def kind(self) -> str:

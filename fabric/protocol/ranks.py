@@ -328,7 +328,8 @@ class Ranks:
                 digest = self._together([x.gradient_digest for x in answers])
                 nonfinite = next((x.nonfinite for x in answers if x.nonfinite), "")
                 own = next((x.nonfinite_input for x in answers if x.nonfinite_input), "")
-                self._record_event(io.Exchanged(first.epoch, first.step, digest, nonfinite, own), now)
+                outcome = io.Exchanged(first.epoch, first.step, digest, nonfinite, own, first.carried)
+                self._record_event(outcome, now)
             case "fetch":
                 self._on_fetched(answers, now)
             case "snapshot":

@@ -438,7 +438,7 @@ def test_memory_that_does_not_fit_is_refused(link):
             Inlet(near.fileno(), *arguments, 1.0)
     outlet = Outlet(near.fileno())
     with pytest.raises(ValueError, match="too long"):
-        outlet.begin(b"x" * 999, ten, True, False)
+        outlet.begin(b"x" * 2400, ten, True, False)
     outlet.begin(b"", ten, True, False)
     for ready, payload_digest in ((41, None), (-1, None), (39, bytes(16)), (40, bytes(15))):
         with pytest.raises(ValueError, match="fit"):

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 from sim import coverage
 from sim.adapt_worlds import AdaptWorld
+from sim.carried_worlds import carried_world
 from sim.cold_worlds import EarlyTwins, cold_world
 from sim.data_worlds import CurriculumWorld, RebatchedWorld
 from sim.dispute_worlds import ColdDisputeWorld, DisputeWorld, ReportedWorld
@@ -39,6 +40,7 @@ from sim.world import World
 # Kind of world -> the function that builds a world from a seed.
 KINDS: dict[str, Callable[[int], World]] = {
     "plain": World,
+    "carried": carried_world,
     "faultless": lambda seed: World(seed, faultless=True),
     "late": late_world,
     "stall": StallWorld,

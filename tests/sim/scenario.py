@@ -46,6 +46,7 @@ _UNTOLD = (
     member_events.WriteJournal,
     member_events.TellDigest,
     member_events.Publish,
+    member_events.Carry,
     member_events.Probe,
     member_events.Probed,
     leader_events.FromMember,

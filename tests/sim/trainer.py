@@ -97,6 +97,7 @@ class Trainer(Process):
         self.core = MemberCore(identity, config, self.clock(), state, tuple(server.memory.snapshots))
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: lambda e: self.send_peer(e),
+            io.Carry: lambda e: self.ring.carry(e.message) if world.carries else None,
             io.SendLeader: lambda e: self.send_leader(e.message),
             io.LinkUp: self._link_up,
             io.Probe: lambda e: self.links.probe(e.members),
@@ -177,7 +178,19 @@ class Trainer(Process):
         self.world.checks.said_to_peer(self, effect.message)
         if isinstance(effect.message, m.CommitVote):
             self.world.happened("commit vote", self.host)
+        if isinstance(effect.message, m.Contribution) and not effect.message.padding:
+            self.count_told(effect.message)
         self.links.send((effect.replica, effect.incarnation), effect.message)
+
+    def count_told(self, message: m.Contribution) -> None:
+        """Count why a contribution goes over the links although the ring carries others."""
+        if not self.world.carries:
+            return
+        round_, rounds = self.core.rounds.round, self.core.rounds
+        if round_ is None or rounds.carried_in != message.fence.epoch:
+            return
+        why = "left behind" if round_.gradient_digest else "late"
+        self.clockwork.counts[f"carried: told because it is {why}"] += 1
 
     def _publish(self, effect: io.Publish) -> None:
         gradient = self.ring.result(effect.prepared.step)

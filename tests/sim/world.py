@@ -89,6 +89,7 @@ class World:
     checks_class = Checks
     has_one_lane = True  # whether a snapshot of one server is a whole state
     lease_s = LEASE_S  # how long a lighthouse leads without renewing its lease
+    carries = False  # whether rings carry contributions
     patience = 1  # the factor by which a step may take longer than in a plain world
 
     def __init__(
@@ -118,6 +119,7 @@ class World:
         self.hung: set[str] = set()  # hosts whose data plane hangs
         self.lingering: set[str] = set()  # hosts whose main thread hangs in user code
         self.starving: set[str] = set()  # hosts to which no state transfer completes
+        self.noteless: set[str] = set()  # hosts whose link to the next member carries no contribution
         self.mute: set[str] = set()  # hosts whose control thread hangs while their other threads run
         self.servers: dict[str, Server] = {}
         self.hosts: dict[str, Host] = {}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 import uvloop
+from msgspec.structs import replace
 
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.state.training_state import StateDescriber
@@ -40,6 +41,7 @@ from fabric.ftar.plane import DataPlane
 from fabric.model import Fence, Record, SpeedMeasurement, first_of, incident_id_of
 from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
+from fabric.protocol.messages import wire
 from fabric.protocol.messages.network import CommitVote, Contribution
 from fabric.protocol.messages.rank_messages import NameSnapshot, RankEvent
 from fabric.runtime import logs
@@ -147,7 +149,9 @@ Event = io.Event | RankEvent
 Outcome = TypeVar("Outcome")
 _ORDERS = get_args(MainThreadOrder)
 # A step without faults has only these effects: the thread with the event performs them without an event loop.
-_ANYWHERE = frozenset((io.Compute, io.StartExchange, io.SendPeer, io.Publish, io.Apply, io.TellDigest))
+_ANYWHERE = frozenset(
+    (io.Compute, io.StartExchange, io.SendPeer, io.Carry, io.Publish, io.Apply, io.TellDigest)
+)
 
 
 @dataclass(slots=True)
@@ -218,6 +222,7 @@ class Engine:
         self._readiness: Callable[[], BucketReadiness | None] = lambda: None
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: self._send_peer,
+            io.Carry: self._carry,
             io.SendLeader: lambda e: parts.leader.send(e.message),
             io.LinkUp: self._link_up,
             io.Probe: lambda e: parts.peers.probe(e.members),
@@ -455,14 +460,27 @@ class Engine:
 
     def _send_peer(self, effect: io.SendPeer) -> None:
         message = effect.message
-        if isinstance(message, Contribution):
-            self._failed_rounds.contributed()
-            self._round_journal.note_contribution(message)
-        elif isinstance(message, CommitVote):
+        if isinstance(message, CommitVote):
             self._parts.points.hit("before-barrier", message.step)
         self._parts.peers.send(effect.replica, effect.incarnation, message)
         if isinstance(message, CommitVote):
             self._parts.points.hit("barrier", message.step)
+
+    def _carry(self, effect: io.Carry) -> None:
+        message = effect.message
+        self._failed_rounds.contributed()
+        self._round_journal.note_contribution(message)
+        self._parts.plane.notes.put(message.fence.epoch, message.step, wire.encode(message))
+
+    def _post_outcome(self, event: io.Event) -> None:
+        """Post the outcome of an exchange, with the contributions that the ring has carried."""
+        current = self.current
+        if isinstance(event, io.Exchanged) and current is not None and current.epoch == event.epoch:
+            notes = self._parts.plane.notes.carried(event.epoch, event.step)
+            messages = {current.names[at]: wire.decode(note) for at, note in notes.items()}
+            carried = tuple((name, x) for name, x in messages.items() if isinstance(x, Contribution))
+            event = replace(event, carried=carried)
+        self.post(event)
 
     def _link_up(self, effect: io.LinkUp) -> None:
         self._round_journal.note_epoch(effect.record)
@@ -485,7 +503,8 @@ class Engine:
         if self.current is not None and len(self.current.roster) == 1 and not effect.streaming:
             self.orders.put(effect)
             return
-        self._parts.exchange.start(effect, self._readiness() if effect.streaming else None, self.post)
+        stream = self._readiness() if effect.streaming else None
+        self._parts.exchange.start(effect, stream, self._post_outcome)
 
     def _abort_exchange(self, effect: io.AbortExchange) -> None:
         self._parts.plane.abort(effect.epoch, effect.why)

@@ -42,7 +42,7 @@ from fabric.ftar.host.shm_transport import (
     ReferenceSender,
 )
 from fabric.ftar.host.tcp_transport import ByteReceiver, ByteSender
-from fabric.ftar.plane import Ring
+from fabric.ftar.plane import Ring, RingNotes
 from fabric.ftar.reduce_ops import Reduction, put_together
 from fabric.ftar.ring_exchange import RingExchange
 from fabric.ftar.ring_schedule import ALIGNMENT, RingPiece, Schedule, schedule, segment_bounds
@@ -169,6 +169,7 @@ class HostExchange(RingExchange[RingLinks]):
         spec: ExchangeSpec,
         plan: Schedule,
         resources: ExchangeResources,
+        notes: RingNotes,
     ) -> None:
         assert links.next is not None and links.previous is not None
         self._spec, self._free = spec, plan.free
@@ -188,13 +189,13 @@ class HostExchange(RingExchange[RingLinks]):
         arrivals = None
         if links.inbox is None:
             receiver = arrivals = ByteReceiver(
-                links.previous, operands, plan.receives, expected, resources.scratch, resources.most
+                links.previous, operands, plan.receives, expected, resources.scratch, resources.most, notes
             )
         else:
             receiver = ReferenceReceiver(links.inbox, links.outbox, operands, plan.receives, expected)
         sender: ByteSender | ReferenceSender
         if links.outbox is None:
-            sender = ByteSender(links.next, operands, plan.sends, sent, resources.checksum, arrivals)
+            sender = ByteSender(links.next, operands, plan.sends, sent, resources.checksum, arrivals, notes)
         else:
             sender = ReferenceSender(links.outbox, links.inbox, operands, plan.sends, sent)
         super().__init__(links, sender, receiver, f"step {spec.step}", partial(resources.on_piece, spec.step))
@@ -295,7 +296,8 @@ class CpuRing(EpochPlane[RingLinks]):
         visible = None if links.outbox is None else lambda memory: self._own.find(memory) is not None
         operands = make_operands(source, result, how, readable, ring.world, partial, self._workspace, visible)
         operands.parts, links.parts = links.parts, ()
-        HostExchange(links, operands, spec, plan, self._resources).run(self._bounds, self._waiting)
+        exchange = HostExchange(links, operands, spec, plan, self._resources, self.notes)
+        exchange.run(self._bounds, self._waiting)
 
     def retire(self, before_epoch: int) -> None:
         super().retire(before_epoch)

@@ -35,7 +35,7 @@
 /* A block is used up to a multiple of this: whole stripes of the digest, in whatever type the sums are. */
 #define UNIT_BYTES 128
 #define DIGEST_BYTES 16
-#define MOST_HEADER_BYTES 128
+#define MOST_HEADER_BYTES 2304 /* a header, and a note with its header in front */
 
 /* ---- The digest ------------------------------------------------------------------------------------------------
  *

@@ -9,9 +9,19 @@ import socket
 from collections.abc import Callable, Sequence
 
 from fabric.errors import Mismatch, ProtocolError
-from fabric.ftar.chunk_headers import FOLLOWS, HEADER_BYTES, ChunkHeader, check_expected, pack, unpack
+from fabric.ftar.chunk_headers import (
+    FOLLOWS,
+    HEADER_BYTES,
+    NOTE,
+    ChunkHeader,
+    check_expected,
+    digest,
+    pack,
+    unpack,
+)
 from fabric.ftar.host.exchange_buffers import Operands
 from fabric.ftar.host.piece_moves import DIGEST_BYTES, Inlet, Outlet
+from fabric.ftar.plane import MOST_NOTE_BYTES, RingNotes
 from fabric.ftar.ring_exchange import PieceReceiver, PieceSender
 from fabric.ftar.ring_schedule import DTYPE_CODES, RingPiece
 
@@ -31,6 +41,7 @@ class ByteReceiver(PieceReceiver):
         expect: Callable[[RingPiece], ChunkHeader],
         scratch: memoryview,
         most: int,
+        notes: RingNotes,
     ) -> None:
         super().__init__(pieces)
         self._sock = sock
@@ -41,8 +52,12 @@ class ByteReceiver(PieceReceiver):
         self._inlet = Inlet(
             sock.fileno(), scratch, DTYPE_CODES[operands.source.dtype], how.code, float(how.weight)
         )
-        self._header = memoryview(bytearray(HEADER_BYTES))
-        self._filled = 0
+        self._header = self._front = memoryview(bytearray(HEADER_BYTES))
+        self._filled = 0  # bytes in ``_front``, which gets a header, or a note and the header behind it
+        self._note: tuple[ChunkHeader, int | None] | None = None  # what announced the note
+        self._notes = notes
+        # The notes in front of pieces to send on, with header and digest, by the start of the piece.
+        self.notes: dict[int, bytes] = {}
         self._left = 0  # bytes of payload and digest that are still to come
         self._stale = False
         self.digested = False  # whether a digest follows the payload that comes now
@@ -78,7 +93,7 @@ class ByteReceiver(PieceReceiver):
                     self._finish()
                     self._begin_when_whole()
                 return True, counted
-            count = self._sock.recv_into(self._header[self._filled :])
+            count = self._sock.recv_into(self._front[self._filled :])
         except BlockingIOError:
             return False, False
         if not count:
@@ -88,13 +103,26 @@ class ByteReceiver(PieceReceiver):
         return True, False
 
     def _begin_when_whole(self) -> None:
-        if self._filled < HEADER_BYTES:
+        if self._filled < len(self._front):
             return
-        self._filled = 0
-        header, payload_digest = unpack(self._header)
+        self._filled, front, self._front = 0, self._front, self._header
+        announced, self._note = self._note, None
+        header, payload_digest = unpack(front[-HEADER_BYTES:])
+        if header.kind == NOTE and announced is None and header.size <= MOST_NOTE_BYTES:
+            self._note = header, payload_digest
+            self._front = memoryview(bytearray(header.size + HEADER_BYTES))
+            return
         piece = self._pieces[self.completed]
         expected = self._expect(piece)
         self._stale = header.spec.order < expected.spec.order
+        if announced is not None:
+            note_header, note_digest = announced
+            note = bytes(front[:-HEADER_BYTES])
+            if note_digest != digest(note):
+                raise ProtocolError(f"the note in front of chunk {self.completed} does not match its digest")
+            if note_header.spec == expected.spec and piece.gather:
+                self._notes.arrived(expected.spec.epoch, expected.spec.step, note_header.source, note)
+                self.notes[piece.start] = pack(note_header, note_digest) + note
         if header.size == 0 or header.size > self._most:
             raise Mismatch(f"a chunk announces {header.size} bytes: the chunk sizes differ")
         if not self._stale:
@@ -153,9 +181,10 @@ class ByteSender(PieceSender):
         header: Callable[[RingPiece], ChunkHeader],
         checksum: bool,
         arrivals: ByteReceiver | None,
+        notes: RingNotes,
     ) -> None:
         super().__init__(pieces)
-        self._operands, self._header = operands, header
+        self._operands, self._header, self._notes = operands, header, notes
         self._outlet = Outlet(sock.fileno())
         self._checksum = checksum
         self._arrivals = arrivals
@@ -190,7 +219,10 @@ class ByteSender(PieceSender):
         elif piece.hop == 0 or self._arrivals is None:
             form = operands.form_of(piece)
             source = operands.bytes_of(operands.going(piece), piece) if piece.hop else operands.lying(piece)
-        header = pack(self._header(piece), FOLLOWS if self._checksum else None)
+        described = self._header(piece)
+        header = pack(described, FOLLOWS if self._checksum else None)
+        if piece.gather:
+            header = self._note_of(piece, described) + header
         computes = piece.hop == 0 or not (self._follows or piece.start in operands.digests)
         self._outlet.begin(header, payload, self._checksum, computes, form, source)
         if self._follows and self._arrivals is not None:
@@ -198,6 +230,15 @@ class ByteSender(PieceSender):
         elif not computes:
             self._complete(piece)
         return len(header) + len(payload) + DIGEST_BYTES * self._checksum
+
+    def _note_of(self, piece: RingPiece, described: ChunkHeader) -> bytes:
+        """Return the note in front of a piece of the result: the own one, or the one that came with it."""
+        spec = described.spec
+        if piece.hop > spec.world - 1:
+            return self._arrivals.notes.pop(piece.start, b"") if self._arrivals is not None else b""
+        note = self._notes.take(spec.epoch, spec.step, described.source)
+        header = ChunkHeader(spec, NOTE, described.source, 0, len(note))
+        return pack(header, digest(note)) + note if note else b""
 
     def send(self) -> int:
         return self._outlet.pump()

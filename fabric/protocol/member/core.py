@@ -136,7 +136,7 @@ class MemberCore:
         """Return the latest time at which the shell must send a Tick."""
         next_beat = self.session.contact.next_beat if self.session.contact.connected else None
         next_probe = self.link_watch.next_probe if self.link_watch.may_probe() else None
-        rounds = [self.rounds.stall_deadline(), self.link_watch.test_deadline()]
+        rounds = [self.rounds.stall_deadline(), self.rounds.tell_deadline(), self.link_watch.test_deadline()]
         ends = [self.ending.end_deadline(), self.serving.save_deadline()]
         dues = [*rounds, *ends, next_beat, next_probe]
         return None if self.context.stopped else min((d for d in dues if d is not None), default=None)
@@ -147,6 +147,7 @@ class MemberCore:
             self._advance_main()
         self.catch_up.fetch_when_behind()
         self.rounds.contribute_when_computed()
+        self.rounds.tell_when_due()
         self.rounds.exchange_when_linked()
         self.rounds.prepare_when_reduced()
         self.rounds.commit_when_agreed()

@@ -44,6 +44,8 @@ class Round(Struct):
     step: int
     share: tuple[int, ...] = ()  # the micro-batches that this member still has to compute
     contributed: bool = False
+    due_s: float = math.inf  # when my contribution goes over the links; inf: it has gone, or is not made
+    carried: bool = False  # as ``carried`` in CommitVote
     exchanging: bool = False
     begun: float = -1.0  # the time when every member had contributed, and no member was catching up
     tested_at: float = math.inf  # when this member tested its links with a message of LARGE_BYTES
@@ -145,6 +147,9 @@ def _by_member(digests: Mapping[str, str]) -> str:
 
 # Rule 11: for so many seconds after a newcomer's request the leader hears of each step at once.
 FOLLOWED_S = 5.0
+# A contribution that the ring should carry goes over the links too after so many seconds. From then on the
+# members can tell a member that computes from an exchange that stalls.
+LATE_S = 0.2
 # A link that a test has ended was silent for at least this many seconds.
 TEST_ENDS_S = 1.2
 
@@ -202,6 +207,7 @@ class Rounds(Struct, eq=False):
     last_round: LastRound = field(default_factory=LastRound)
     disputed: tuple[int, int] | None = None  # the (epoch, step) of a round that ended disputed
     committed_in: int = -1  # the newest epoch in which I committed a round
+    carried_in: int = -1  # the epoch of my newest committed round, if the ring carried its contributions
     ring_waits_for: str = ""  # the member whose bytes the data plane waits for
 
     def _waits_for(self) -> tuple[str, ...]:
@@ -209,7 +215,7 @@ class Rounds(Struct, eq=False):
         round_ = self.round
         if (
             round_ is not None
-            and round_.everybody_in()
+            and (round_.everybody_in() or self._rides())
             and self.own_contribution()
             and not round_.gradient_digest
         ):
@@ -319,6 +325,13 @@ class Rounds(Struct, eq=False):
         if (round_ := self.round) is not None and self._is_round(event.epoch, event.step):
             round_.gradient_digest = event.gradient_digest
             round_.nonfinite, round_.nonfinite_input = event.nonfinite, event.nonfinite_input
+            for name, message in event.carried:
+                if (member := round_.record.member(name)) is not None:
+                    self.on_peer(io.FromPeer(name, member.incarnation, message))
+            carried = {name for name, _ in event.carried}
+            round_.carried = carried >= set(round_.record.names)
+            if round_.due_s < math.inf and self._context.replica not in carried:
+                round_.due_s = self._context.now
 
     def on_ring_waits_for(self, event: io.RingWaitsFor) -> None:
         """Note the member whose bytes are due in the ring: an abort names that member."""
@@ -446,7 +459,24 @@ class Rounds(Struct, eq=False):
         )
         round_.contributed = True
         round_.contributions[self._context.replica] = message
-        self.to_roster(message)
+        if len(round_.record.roster) > 1:
+            self._context.emit(io.Carry(message))
+        can_ride = self.carried_in == round_.record.epoch and not round_.gradient_digest
+        round_.due_s = self._context.now + LATE_S * can_ride
+
+    def _rides(self) -> bool:
+        """Whether the ring alone carries my contribution, and the exchange has not ended."""
+        return self.tell_deadline() is not None and not (self.round and self.round.gradient_digest)
+
+    def tell_deadline(self) -> float | None:
+        """When my contribution goes over the links; None when it has gone, or is not made."""
+        return self.round.due_s if self.round is not None and self.round.due_s < math.inf else None
+
+    def tell_when_due(self) -> None:
+        """Send my contribution over the links, unless the ring carries it in time."""
+        if self.round is not None and self._context.now >= self.round.due_s:
+            self.round.due_s = math.inf
+            self.to_roster(self.round.contributions[self._context.replica])
 
     def exchange_when_linked(self) -> None:
         """Start the exchange, perhaps before I contribute. A prepared round needs the contribution too."""
@@ -467,8 +497,12 @@ class Rounds(Struct, eq=False):
         return first and any(x.joining for x in round_.record.roster)
 
     def missing(self) -> tuple[str, ...]:
-        """The members whose contribution or vote my round lacks, once I have contributed."""
-        return self.round.missing() if self.round is not None and self.round.contributed else ()
+        """The members whose contribution or vote my round lacks, once I have contributed.
+
+        While the ring carries the contributions, nobody can say which ones are made.
+        """
+        is_known = self.round is not None and self.round.contributed and not self._rides()
+        return self.round.missing() if self.round is not None and is_known else ()
 
     def stall_deadline(self) -> float | None:
         """When to give the round up; None until every member is in it.
@@ -517,6 +551,7 @@ class Rounds(Struct, eq=False):
             state_digest=self._memory.state.digest,
             nonfinite=round_.nonfinite_input,
             entries=self._memory.state.entries if self._memory.state.digest else (),
+            carried=round_.carried,
         )
         round_.votes[self._context.replica] = vote
         self.to_roster(vote)
@@ -539,6 +574,8 @@ class Rounds(Struct, eq=False):
             self._memory.confirm(round_.record.epoch, any(vote.state_digest for vote in others))
         if round_.begun >= 0 and not self._newcomers_first(round_):
             self.round_timeout.took(self._context.now - round_.begun)
+        all_carried = all(vote.carried for vote in round_.votes.values())
+        self.carried_in = round_.record.epoch if all_carried else -1
         following = round_.next_epoch()
         record = round_.ready_record
         switch = record is not None and following > round_.record.epoch

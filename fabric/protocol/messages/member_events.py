@@ -17,7 +17,7 @@ from fabric.model import (
     StepTimes,
     Value,
 )
-from fabric.protocol.messages.network import LeaderMessage, MemberMessage, PeerMessage
+from fabric.protocol.messages.network import Contribution, LeaderMessage, MemberMessage, PeerMessage
 
 
 class PreparedRound(Value):
@@ -157,6 +157,8 @@ class Exchanged(Value):
     gradient_digest: str
     nonfinite: str = ""  # the first tensor of the sum with an infinity or a NaN; empty without the check
     nonfinite_input: str = ""  # the first tensor of my own contribution that is not finite
+    # The members whose contribution the ring has carried, each with it: mine to the others, theirs to me.
+    carried: tuple[tuple[str, Contribution], ...] = ()
 
 
 class ExchangeFailed(Value):
@@ -272,6 +274,12 @@ Event = RankEvent | MessageEvent | LinkLost | Probed | RingWaitsFor | Tick
 
 class SendPeer(OfProcess):
     message: PeerMessage
+
+
+class Carry(Value):
+    """Let the ring carry my contribution to all members, in the exchange of its round, where it can."""
+
+    message: Contribution
 
 
 class SendLeader(Value):
@@ -457,5 +465,5 @@ RankEffect = (
     | RetainGradients
 )
 # The effects that rank 0 performs for its replica.
-ReplicaEffect = SendPeer | SendLeader | Probe | WriteJournal | ClaimAbove
+ReplicaEffect = SendPeer | Carry | SendLeader | Probe | WriteJournal | ClaimAbove
 Effect = RankEffect | ReplicaEffect

@@ -60,6 +60,7 @@ class CommitVote(Value):
     state_digest: str = ""  # of the shared state at ``step``; empty: not computed
     nonfinite: str = ""  # a tensor of my contribution that is not finite; empty without the check
     entries: tuple[tuple[str, str], ...] = ()  # small entries of the state, sent with its digest
+    carried: bool = False  # the ring has carried all contributions of the round, mine and those to me
 
 
 class Finished(Value):

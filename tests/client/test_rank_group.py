@@ -29,19 +29,24 @@ def model(seed: int = 1) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
 
 
-def refused(way: str, number: int) -> str:
-    """Train two steps of one micro-batch at this rank; return the refusal."""
-    trained = model()
-    if way.startswith("ddp"):
+def trained_by(way: str, number: int) -> torch.nn.Module:
+    trained = model(seed=number if "stages" in way else 1)  # the stages of a pipeline have other parameters
+    if "ddp" in way:
         trained = DistributedDataParallel(trained)
     elif way.startswith("fsdp2"):
         shape, names = ((SIZE, 1), ("replicate", "shard")) if "hsdp" in way else ((SIZE,), ("shard",))
         fully_shard(trained, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     elif way.startswith("fsdp1"):
         trained = FullyShardedDataParallel(trained, device_id=torch.device("cpu"))
+    return trained
+
+
+def refused(way: str, number: int) -> str:
+    """Train two steps of one micro-batch at this rank; return the refusal."""
+    trained = trained_by(way, number)
     gradients = RankGradients(trained, RankGroup(number, SIZE), way != "wanted")
-    # The stages of a pipeline have the same samples.
-    gradients.begin(0 if way == "stages" else number, 1 if way == "stages" else SIZE)
+    if "exchange" not in way:  # such a loop deals out its samples itself
+        gradients.begin(0 if way == "stages" else number, 1 if way == "stages" else SIZE)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     if way == "fsdp2 waits":
         trained.set_requires_gradient_sync(False)
@@ -120,12 +125,15 @@ def test_rank_0_answers_each_rank_and_its_refusal_is_that_of_all(tmp_path):
 def test_gradients_that_stay_at_one_rank_and_models_that_part_are_refused(tmp_path):
     waiting = ["fsdp2 waits", "fsdp2 hsdp waits", "fsdp1 waits", "ddp waits", "ddp waits by attribute"]
     kept = ["fsdp2", "fsdp2 hsdp", "fsdp1", "ddp", "by hand", "experts", "stages", "wanted"]
-    told = told_by_ranks(training_rank, tmp_path / "store", [*waiting, *kept, "alone"])
+    kept += ["exchange, ddp", "exchange, stages"]
+    alone = ["alone", "exchange, alone"]
+    told = told_by_ranks(training_rank, tmp_path / "store", [*waiting, *kept, *alone])
     for number in range(SIZE):
         for way in waiting:
             assert "a backward pass has left its gradient at one rank" in told[number][way], way
         assert {way: told[number][way] for way in kept} == dict.fromkeys(kept, "")
-        assert f"rank {number} trains a model of its own" in told[number]["alone"]
+        for way in alone:
+            assert f"rank {number} trains a model of its own" in told[number][way], way
 
 
 @pytest.mark.parametrize("group", [None, RankGroup(0, 2)])

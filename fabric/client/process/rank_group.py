@@ -131,6 +131,7 @@ class RankGradients:
         """``wanted``: false where the user has said that what is not shared is meant to be so."""
         self.parts = 1  # so many different slices of the samples the ranks have
         self._part = 0  # this rank's
+        self._is_dealt = False  # whether the loader deals out the samples
         self._group = group
         self._looks = _LOOKS if wanted else 0
         self._waits = False
@@ -146,10 +147,11 @@ class RankGradients:
         groups = [getattr(x, "_fsdp_param_groups", None) or [x._fsdp_param_group] for x in states]  # noqa: SLF001
         self._sharded = [x for of_state in groups for x in of_state if x is not None]
         self._parameters = [x for x in model.named_parameters() if x[1].requires_grad]
+        self._first = self._digests() if group is not None and wanted else {}  # as they were at attach
 
     def begin(self, part: int, parts: int) -> None:
         """Take this rank's slice of the samples."""
-        self._part, self.parts = part, parts
+        self._part, self.parts, self._is_dealt = part, parts, True
 
     def look(self) -> None:
         """Note, before a backward pass, whether it leaves its gradient at this rank."""
@@ -170,28 +172,31 @@ class RankGradients:
         """Refuse, at the first contributions, ranks that each train a model of their own.
 
         All ranks of the replica must call it. Raises ConfigError where no rank with other samples has any
-        parameter as it is here. Parts of sharded models are not compared.
+        parameter, of those that were moved, as it is here. Parts of sharded models are not compared. A loop
+        that deals out its samples itself is taken to give each rank others, if the ranks' models were equal.
         """
-        if self._group is None or self.parts == 1 or not self._looks:
+        if self._group is None or not self._looks or (self._is_dealt and self.parts == 1):
             return
         self._looks -= 1
-        rows = self._group.gather({"part": self._part, "values": self._values()})
-        others = [rank for rank, row in enumerate(rows) if row["part"] != self._part and row["values"]]
-        own = set(rows[self._group.rank]["values"])
-        if own and others and not any(own & set(rows[rank]["values"]) for rank in others):
+        moved = [digest for name, digest in self._digests().items() if digest != self._first[name]]
+        first = "" if self._is_dealt else xxhash.xxh3_64_hexdigest("".join(self._first.values()).encode())
+        part = self._part if self._is_dealt else self._group.rank
+        rows = self._group.gather({"part": part, "values": moved, "first": first})
+        others = [rank for rank, row in enumerate(rows) if row["part"] != part and row["values"]]
+        own, were_equal = set(moved), all(row["first"] == first for row in rows)
+        if own and others and were_equal and not any(own & set(rows[rank]["values"]) for rank in others):
             raise ConfigError(
                 f"rank {self._group.rank} trains a model of its own: rank {others[0]} has other samples and "
                 "other values of every parameter. Wrap the model in DistributedDataParallel or fully_shard "
                 'before attach, give session.loader no mesh=, or say unshared="ignore"'
             )
 
-    def _values(self) -> list[str]:
-        """Return a digest for each parameter that this step moves; none of a model that is sharded."""
+    def _digests(self) -> dict[str, str]:
+        """Return a digest for each parameter that is trained; none of a model that is sharded."""
         is_flat = any(name == "_sync_gradients" for _, name in self._switches)
         if is_flat or any(p.shape != local_part(p).shape for _, p in self._parameters):
-            return []
-        moved = [x for x in self._parameters if x[1].grad is not None and _sample(x[1].grad).any()]
-        return [xxhash.xxh3_64_hexdigest(name.encode() + _sample(p).tobytes()) for name, p in moved]
+            return {}
+        return {n: xxhash.xxh3_64_hexdigest(n.encode() + _sample(p).tobytes()) for n, p in self._parameters}
 
 
 def _holds_own(group: Any) -> bool:

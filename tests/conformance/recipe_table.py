@@ -109,8 +109,8 @@ def page(recipes: list[Recipe]) -> str:
             if recipe.unlike:
                 outcome = f" Not compared: {', '.join(recipe.unlike)}."
             star = "*" if recipe.quick else ""
-            link = f"[{recipe.name}](../tests/conformance/recipes/{recipe.path.name})"
-            parts.append(f"- {link}{star}: {_in_its_area(recipe)}.{outcome}\n")
+            link = f"[{_in_its_area(recipe)}](../tests/conformance/recipes/{recipe.path.name})"
+            parts.append(f"- {link}{star}.{outcome}\n")
     return "".join(parts)
 
 

@@ -193,7 +193,8 @@ def make_session(
         check_serialisable(objects)
         trainer = _Trainer(chosen, group, parameters, objects, ForwardBuffers(model, buffers), choices)
         kept = {x: objects[x] for x in state}
-        watch = ModelWatch(model, parameters, unshared, outside, kept, group, choices.refuses_others)
+        compares = choices.unshared == "refuse"
+        watch = ModelWatch(model, parameters, unshared, outside, kept, group, compares)
         if choices.refuses_others:
             watch.watch_others(objects.values(), optimizers.values(), [state, choices.local_state])
         session = Session(trainer.make_parts(), watch, choices.step)

@@ -1,4 +1,6 @@
-"""A rank whose gradients its replica's other rank does not get. ``TEST_WAY``: ``alone`` or ``waits``."""
+"""A rank whose gradients its replica's other rank does not get. ``TEST_WAY``: ``alone``, ``waits``,
+or ``diloco``.
+"""
 
 import contextlib
 import os
@@ -21,6 +23,9 @@ def main() -> None:
     waits = os.environ["TEST_WAY"] == "waits"
     model = DistributedDataParallel(build()) if waits else build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if os.environ["TEST_WAY"] == "diloco":
+        train_locally(model, optimizer, rank)
+        return
     session = fabric.client.attach(model, optimizer)
     mesh = init_device_mesh("cpu", (size,))
     data = session.loader(samples(64), global_batch_size=16, micro_batch_size=4, mesh=mesh)
@@ -33,3 +38,17 @@ def main() -> None:
         optimizer.zero_grad()
     session.close()
     dist.destroy_process_group()
+
+
+def train_locally(model: torch.nn.Module, inner: torch.optim.Optimizer, rank: int) -> None:
+    """Inner steps of this rank alone, on samples of its own."""
+    outer = torch.optim.SGD(model.parameters(), lr=0.7)
+    loop = fabric.client.diloco(model, inner, outer, every=2, until=8)
+    data = samples(64)
+    rows = [data[i] for i in range(4 * rank, 4 * rank + 4)]
+    x, y = (torch.stack(part) for part in zip(*rows, strict=True))
+    while loop.committed_step < 8:
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        inner.step()
+        inner.zero_grad()
+    loop.close()

@@ -201,7 +201,11 @@ def test_a_killed_server_takes_no_rank_with_it_and_is_started_once_for_all_ranks
 
 @pytest.mark.parametrize(
     ("way", "words"),
-    [("alone", "trains a model of its own"), ("waits", "a backward pass has left its gradient at one rank")],
+    [
+        ("alone", "trains a model of its own"),
+        ("diloco", "trains a model of its own"),
+        ("waits", "a backward pass has left its gradient at one rank"),
+    ],
 )
 def test_ranks_that_do_not_average_their_gradients_are_refused(zygote, tmp_path, way, words):
     environment = {"TEST_TRAINER": "own_gradients_trainer", "TEST_WAY": way}

@@ -444,7 +444,8 @@ class Session(LoopCalls):
             parts.snapshot_worker.submit(parts.snapshots.slots.map_next)
         is_sliced = self._data.until > 0  # else the loop calls ``exchange``
         part = self._data.loader.slice.index if is_sliced else self._process.rank
-        self._watch.ranks.begin(part, self._data.loader.slice.count if is_sliced else 1)
+        if is_sliced:
+            self._watch.ranks.begin(part, self._data.loader.slice.count)
         agreed = {**data, **more, **settings.agreed}  # settings that must be equal on all members
         described, step = described_as(agreed), self.committed_step
         try:

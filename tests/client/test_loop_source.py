@@ -582,7 +582,21 @@ MOVED = {
     "a network's weight": "for x in step:\n    step.backward((model(x) - other(x)).sum())\n"
     "other.weight.data *= 0.9",
 }
+COPIED = {
+    "its data": "for p, t in zip(model.parameters(), other.parameters()):\n        t.data.copy_(p.data)",
+    "its tensors": "for i, t in enumerate(other.parameters()):\n        t.detach().copy_(model.weight)",
+    "other data": "for (_, t), p in zip(other.named_parameters(), model.parameters()):\n"
+    "        t.data = p.data.clone()",
+    "its state": "for name, t in other.state_dict().items():\n        t.copy_(model.state_dict()[name])",
+}
+MOVED |= {
+    f"a target network, {name}": "for x in step:\n    step.backward((model(x) - other(x)).sum())\n"
+    f"if step.number % 10 == 0:\n    {copy}"
+    for name, copy in COPIED.items()
+}
 NOT_MOVED = {
+    "a network that each step fills": "for t, p in zip(other.parameters(), model.parameters()):\n"
+    "    t.data.copy_(p.data)\nfor x in step:\n    step.backward((model(x) - other(x)).sum())",
     "the model": "for x in step:\n    step.backward(model(x).sum())\n"
     "for p in model.parameters():\n    p.data.clamp_(-1, 1)\n    p.grad.mul_(0.5)",
     "a network that no loss has": "for x in step:\n    step.backward(model(x).sum())\n"

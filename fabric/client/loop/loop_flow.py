@@ -264,9 +264,14 @@ def _clears(node: ast.stmt) -> bool:
 
 
 def holder(node: ast.expr) -> str:
-    """Return the name in which ``weights[i].data`` lies."""
-    while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
-        node = node.value
+    """Return the name in which ``weights[i].data`` or ``weights.detach()`` lies."""
+    while isinstance(node, ast.Subscript | ast.Attribute | ast.Call):
+        if isinstance(node, ast.Call) and called(node) == "detach" and isinstance(node.func, ast.Attribute):
+            node = node.func.value
+        elif isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
+            node = node.value
+        else:
+            break
     return dotted(node)
 
 

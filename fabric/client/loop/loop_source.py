@@ -64,7 +64,7 @@ _OF_FABRIC = {"backward", "metrics", "add_weight"}  # calls in the inner loop af
 _SHARED = {"number", "committed_step", "metrics"}  # attributes that are equal on all replicas
 _COLLECTIVES = {"all_reduce", "all_gather", "broadcast", "all_gather_object", "all_gather_into_tensor"}
 _DRAWS = {"rand", "randn", "randint", "randperm", "normal", "rand_like", "randn_like", "standard_normal"}
-_PARTS = {"parameters", "named_parameters", "buffers", "named_buffers"}
+_PARTS = {"parameters", "named_parameters", "buffers", "named_buffers", "state_dict"}
 _OVERWRITES = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_"}
 _KEEP = {"requires_grad_", "share_memory_", "detach_"}  # the values
 _LOOKUPS = {"locals", "globals", "vars", "dir", "hasattr"}
@@ -263,37 +263,65 @@ def changed_names(loop: ast.stmt) -> dict[str, int]:
 def _moved(loop: ast.For, values: Mapping[str, Any]) -> dict[str, int]:
     """Return the tensors, and modules with parameters, that torch's methods change in place, with the line.
 
-    A tensor that a method overwrites carries nothing.
+    A tensor that a method overwrites carries nothing. A network into which another one is copied does, unless
+    each step does so before it reads the network.
     """
-    nodes, of = list(ast.walk(loop)), dict[str, str]()
+    nodes, of = list(ast.walk(loop)), dict[str, tuple[str, ast.For]]()
     for inner in (x for x in nodes if isinstance(x, ast.For)):
-        owner, _, method = dotted(getattr(inner.iter, "func", inner.iter)).rpartition(".")
-        of |= dict.fromkeys(stores([inner.target]), owner) if method in _PARTS else {}
+        for target, source in _pairs(inner):
+            name = _owner(source)
+            of |= dict.fromkeys(stores([target]), (name, inner)) if name else {}
     calls = [x for x in nodes if isinstance(x, ast.Call) and called(x).endswith("_")]
     changes = [(x.func.value, called(x), x.lineno) for x in calls if isinstance(x.func, ast.Attribute)]
     changes += [(x.target, "", x.lineno) for x in nodes if isinstance(x, ast.AugAssign)]
+    data = [x for y in nodes if isinstance(y, ast.Assign) for x in y.targets if isinstance(x, ast.Attribute)]
+    changes += [(x, "copy_", x.lineno) for x in data if x.attr == "data"]
     written, moved = set[str](), dict[str, int]()
     for target, method, line in changes:
-        name = of.get(held := holder(target), held)
+        name, inner = of.get(held := holder(target), (held, loop))
         is_tensor = isinstance(value_of(values, name), torch.Tensor)
         while is_tensor and isinstance(value_of(values, owner := name.rpartition(".")[0]), torch.nn.Module):
             name = owner
-        if method in _OVERWRITES:
+        is_copied = method == "copy_" and held in of and not _fills_first(loop, inner, name)
+        if method in _OVERWRITES and not is_copied:
             written.add(name)
         elif method not in _KEEP and (is_tensor or held in of):
             moved.setdefault(name, line)
     return {name: line for name, line in moved.items() if name not in {*written, *stores([loop])}}
 
 
+def _pairs(inner: ast.For) -> list[tuple[ast.expr, ast.expr]]:
+    """Return the targets of a loop with what each goes over, as of zip and enumerate."""
+    call, parts = inner.iter, getattr(inner.target, "elts", ())
+    if not isinstance(call, ast.Call) or called(call) not in ("enumerate", "zip"):
+        return [(inner.target, call)]
+    given = call.args if called(call) == "zip" else [ast.Constant(0), *call.args]
+    return list(zip(parts, given, strict=False))
+
+
+def _owner(source: ast.expr) -> str:
+    """Return the name of the module whose parameters, buffers or state these are; empty for other things."""
+    while isinstance(source, ast.Call) and called(source) in ("list", "tuple", "items", "values"):
+        source = (
+            source.func.value if isinstance(source.func, ast.Attribute) else [*source.args, source.func][0]
+        )
+    owner, _, method = dotted(getattr(source, "func", source)).rpartition(".")
+    return owner if method in _PARTS else ""
+
+
+def _fills_first(loop: ast.For, inner: ast.For, name: str) -> bool:
+    """Whether each step goes through ``inner`` before another statement reads ``name``."""
+    first = next((x for x in loop.body if x is inner or name in names_read(x)), None)
+    return first is inner
+
+
 def _numbers(loop: ast.For, step: str) -> dict[str, int]:
     """Return the names that a loop over the micro-batches gets beside them: an index, another iterable."""
     names: dict[str, int] = {}
     for inner in (x for x in ast.walk(loop) if isinstance(x, ast.For)):
-        call, parts = inner.iter, getattr(inner.target, "elts", ())
-        if isinstance(call, ast.Call) and _iterates(call, step) and called(call) in ("enumerate", "zip"):
-            given = call.args if called(call) == "zip" else [ast.Constant(0), *call.args]
-            for target, source in zip(parts, given, strict=False):
-                names |= {} if _iterates(source, step) else dict.fromkeys(stores([target]), inner.lineno)
+        pairs = _pairs(inner) if _iterates(inner.iter, step) else []
+        for target, source in pairs if len(pairs) > 1 else ():
+            names |= {} if _iterates(source, step) else dict.fromkeys(stores([target]), inner.lineno)
     return names
 
 

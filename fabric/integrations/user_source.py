@@ -15,6 +15,7 @@ alone.
 """
 
 import ast
+import copy
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,13 +37,14 @@ from fabric.client.loop.loop_flow import (
     ends_by,
     gradient_sources,
     kept_weights,
+    loads_weights,
     made_from,
     moves_training,
     names_read,
     sets_rate,
     stores,
 )
-from fabric.client.loop.loop_source import changed_names
+from fabric.client.loop.loop_source import changed_names, moved_names
 from fabric.client.loop.user_functions import (
     UserFunction,
     callee,
@@ -312,6 +314,35 @@ def measured_value(frame: FrameType | None, shared: Iterable[object] = ()) -> st
         if text:
             return text
     return ""
+
+
+@search("")
+def carried_network(frame: FrameType | None, shared: Iterable[object]) -> str:
+    """Return the first half of a sentence about a network that a loop trains by and sets at times, or ""."""
+    held = {id(y) for x in shared for y in (x.modules() if isinstance(x, torch.nn.Module) else [x])}
+    for inner, (loop, *_) in loops_around(frame):
+        values, place = {**inner.f_globals, **inner.f_locals}, Path(inner.f_code.co_filename).name
+        loads = [x for x in ast.walk(loop) if isinstance(x, ast.Call) and loads_weights(x)]
+        loaded = {dotted(x.func.value): x.lineno for x in loads if isinstance(x.func, ast.Attribute)}
+        for name, line in {**moved_names(loop, values), **loaded}.items():
+            is_network = isinstance(module := value_of(values, name), torch.nn.Module)
+            rest = _without(
+                loop, line
+            )  # what sets the network is no reason to believe that the loss reads it
+            if is_network and id(module) not in held and moves_training(rest, made_from(rest, {name})):
+                return f"the training depends on the network {name}, which {place}:{line} sets"
+    return ""
+
+
+def _without(loop: LOOPS, line: int) -> LOOPS:
+    """Return a copy of the loop without the statements of one line."""
+    rest = copy.deepcopy(loop)
+    for node in ast.walk(rest):
+        for name, parts in ast.iter_fields(node):
+            if isinstance(parts, list):
+                left_out = [isinstance(x, ast.Expr | ast.Assign) and x.lineno == line for x in parts]
+                setattr(node, name, [ast.Pass() if y else x for x, y in zip(parts, left_out, strict=True)])
+    return rest
 
 
 def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", place: str) -> str:

@@ -570,6 +570,38 @@ def test_a_measured_value_that_steers_a_loop_is_named(search, name):
     assert expected in search(text)
 
 
+TARGET = """
+    import copy
+    from fabric.integrations.user_source import carried_network
+    target, shared = copy.deepcopy(model), [model]
+    {}
+    class Looked(list):
+        def __iter__(self):
+            found.insert(0, carried_network(sys._getframe(1), shared))
+            return super().__iter__()
+    for n in range(2):
+        for x in Looked(data):
+            criterion(model(x) - {}(x)).backward()
+        if n % 10 == 0:
+            {}
+"""
+COPIES = [
+    "target.load_state_dict(model.state_dict())",
+    "for p, t in zip(model.parameters(), target.parameters()): t.data.copy_(p.data)",
+]
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_target_network_is_named(search, copy):
+    assert "depends on the network target, which script.py:" in search(TARGET.format("", "target", copy))
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize(("shares", "read"), [("shared.append(target)", "target"), ("", "model")])
+def test_a_network_that_is_shared_or_that_no_loss_reads_is_left_alone(search, copy, shares, read):
+    assert search(TARGET.format(shares, read, copy)) == ""
+
+
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_a_loop_that_counts_is_left_alone(search, name):
     assert search(LEFT_ALONE[name]) == ""

@@ -176,7 +176,7 @@ def _refuse_kept(here: RunningSource, tree: ast.AST, loop: ast.For, shared: Sequ
         )
     parts = list(_shared_parts(shared))
     held, memory = {id(x) for x in parts}, {x.data_ptr() for x in parts if isinstance(x, torch.Tensor)}
-    for name, line in _that_train(tree, [loop], {**changed_names(loop), **_moved(loop, values)}):
+    for name, line in _that_train(tree, [loop], {**changed_names(loop), **moved_names(loop, values)}):
         value = value_of(values, name)
         path = name.split(".")
         is_shared = any(id(value_of(values, ".".join(path[: i + 1]))) in held for i in range(len(path)))
@@ -260,13 +260,13 @@ def changed_names(loop: ast.stmt) -> dict[str, int]:
     return {x: at for x, at in names.items() if x not in emptied and not {x, x.partition(".")[0]} & fresh}
 
 
-def _moved(loop: ast.For, values: Mapping[str, Any]) -> dict[str, int]:
+def moved_names(loop: ast.stmt, values: Mapping[str, Any]) -> dict[str, int]:
     """Return the tensors, and modules with parameters, that torch's methods change in place, with the line.
 
     A tensor that a method overwrites carries nothing. A network into which another one is copied does, unless
     each step does so before it reads the network.
     """
-    nodes, of = list(ast.walk(loop)), dict[str, tuple[str, ast.For]]()
+    nodes, of = list(ast.walk(loop)), dict[str, tuple[str, ast.stmt]]()
     for inner in (x for x in nodes if isinstance(x, ast.For)):
         for target, source in _pairs(inner):
             name = _owner(source)
@@ -278,11 +278,11 @@ def _moved(loop: ast.For, values: Mapping[str, Any]) -> dict[str, int]:
     changes += [(x, "copy_", x.lineno) for x in data if x.attr == "data"]
     written, moved = set[str](), dict[str, int]()
     for target, method, line in changes:
-        name, inner = of.get(held := holder(target), (held, loop))
+        name, within = of.get(held := holder(target), (held, loop))
         is_tensor = isinstance(value_of(values, name), torch.Tensor)
         while is_tensor and isinstance(value_of(values, owner := name.rpartition(".")[0]), torch.nn.Module):
             name = owner
-        is_copied = method == "copy_" and held in of and not _fills_first(loop, inner, name)
+        is_copied = method == "copy_" and held in of and not _fills_first(loop, within, name)
         if method in _OVERWRITES and not is_copied:
             written.add(name)
         elif method not in _KEEP and (is_tensor or held in of):
@@ -309,9 +309,9 @@ def _owner(source: ast.expr) -> str:
     return owner if method in _PARTS else ""
 
 
-def _fills_first(loop: ast.For, inner: ast.For, name: str) -> bool:
+def _fills_first(loop: ast.stmt, inner: ast.stmt, name: str) -> bool:
     """Whether each step goes through ``inner`` before another statement reads ``name``."""
-    first = next((x for x in loop.body if x is inner or name in names_read(x)), None)
+    first = next((x for x in getattr(loop, "body", ()) if x is inner or name in names_read(x)), None)
     return first is inner
 
 

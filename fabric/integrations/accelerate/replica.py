@@ -49,7 +49,7 @@ from fabric.integrations.script_state import (
     say_goes_over,
 )
 from fabric.integrations.training_data import EpochShape, StepFeed, TrainingData, attach_in
-from fabric.integrations.user_source import measured_value
+from fabric.integrations.user_source import carried_network, measured_value
 from fabric.runtime.config import Settings, launched_ranks, parse_replicas
 from fabric.runtime.process_environment import without_launcher
 
@@ -233,6 +233,12 @@ class AcceleratedReplica:
                 f"{measured}, and a replica that joins has not measured what the others have: end the loop "
                 "after a number of optimizer steps, or by accelerator.set_trigger and check_trigger, and "
                 "weigh the loss by a count of steps"
+            )
+        shared = [*models, *accelerator._custom_objects]  # noqa: SLF001
+        if network := carried_network(sys._getframe(1), shared):  # noqa: SLF001
+            raise ConfigError(
+                f"{network}, and a replica that joins has another one: give the network to "
+                "accelerator.register_for_checkpointing"
             )
         model, data, state = accelerator.unwrap_model(models[0]), loader.data, self._state()
         epochs = loader.epochs

@@ -21,9 +21,10 @@ JOBS := $(wildcard tests/integration/test_*.py)
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
 	accelerate act adopted_frameworks adopted_scripts another_store collectives demo drill hosts job_log launched_jobs \
 	layouts lightning namespaces outer_steps scraped_job slow_links slow_replica torchft_scripts transformers unequal)
-# These parts follow the worlds, for the same reason, and those of launchers follow the early jobs.
+# These parts follow the worlds, for the same reason, and those of launchers follow the jobs.
 LATE_PARTS := tests/ckpt_server tests/conformance
-LAUNCHERS := tests/lighthouse/test_node_meeting.py tests/cli/test_launch.py tests/cli/test_standbys.py
+LATE_LAUNCHERS := tests/lighthouse/test_node_meeting.py
+EARLY_LAUNCHERS := tests/cli/test_launch.py tests/cli/test_standbys.py
 EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
 # `make test` leaves out the tests with the mark `long`, each of which names a cheaper test that stays.
 SHORT := -m 'not long'
@@ -115,11 +116,11 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: setup etcd chromium prometheus helm
 	@(trap 'kill $$!; exit 1' TERM; nice -n 10 $(PYTEST) -p no:cacheprovider $(PURE) & wait $$! && code=0 || code=1; \
 		$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_PARTS) & wait $$! && exit $$code) > .worlds.log 2>&1 & worlds=$$!; \
-	$(PYTEST) $(SHORT) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(LATE_PARTS) $(LAUNCHERS) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
-	$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_JOBS) > .late.log 2>&1 & late=$$!; \
+	$(PYTEST) $(SHORT) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(LATE_PARTS) $(LATE_LAUNCHERS) $(EARLY_LAUNCHERS) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
+	$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_JOBS) $(LATE_LAUNCHERS) > .late.log 2>&1 & late=$$!; \
 	($(LINT)) > .lint.log 2>&1 & lint=$$!; \
 	trap "kill $$worlds $$parts $$late $$lint" INT TERM; failed=; \
-	$(PYTEST) $(SHORT) $(EARLY_JOBS) $(LAUNCHERS) || failed=1; \
+	$(PYTEST) $(SHORT) $(EARLY_JOBS) $(EARLY_LAUNCHERS) || failed=1; \
 	for lane in $$lint $$late $$parts $$worlds; do wait $$lane || failed=1; done; \
 	for log in .late.log .parts.log .worlds.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"

@@ -325,11 +325,11 @@ def carried_network(frame: FrameType | None, shared: Iterable[object]) -> str:
         loads = [x for x in ast.walk(loop) if isinstance(x, ast.Call) and loads_weights(x)]
         loaded = {dotted(x.func.value): x.lineno for x in loads if isinstance(x.func, ast.Attribute)}
         for name, line in {**moved_names(loop, values), **loaded}.items():
-            is_network = isinstance(module := value_of(values, name), torch.nn.Module)
-            rest = _without(
-                loop, line
-            )  # what sets the network is no reason to believe that the loss reads it
-            if is_network and id(module) not in held and moves_training(rest, made_from(rest, {name})):
+            if not isinstance(module := value_of(values, name), torch.nn.Module) or id(module) in held:
+                continue
+            # What sets the network is no reason to believe that the loss reads it.
+            rest = _without(loop, line)
+            if moves_training(rest, made_from(rest, {name})):
                 return f"the training depends on the network {name}, which {place}:{line} sets"
     return ""
 

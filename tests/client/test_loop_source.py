@@ -587,6 +587,8 @@ COPIED = {
     "its tensors": "for i, t in enumerate(other.parameters()):\n        t.detach().copy_(model.weight)",
     "other data": "for (_, t), p in zip(other.named_parameters(), model.parameters()):\n"
     "        t.data = p.data.clone()",
+    "its weight": "other.weight.data.copy_(model.weight.data)",
+    "its weight's data": "other.weight.data = model.weight.data.clone()",
     "its state": "for name, t in other.state_dict().items():\n        t.copy_(model.state_dict()[name])",
 }
 MOVED |= {
@@ -595,6 +597,8 @@ MOVED |= {
     for name, copy in COPIED.items()
 }
 NOT_MOVED = {
+    "a weight that each step fills": "with torch.no_grad():\n    other.weight.copy_(model.weight)\n"
+    "for x in step:\n    step.backward((model(x) - other(x)).sum())",
     "a network that each step fills": "for t, p in zip(other.parameters(), model.parameters()):\n"
     "    t.data.copy_(p.data)\nfor x in step:\n    step.backward((model(x) - other(x)).sum())",
     "the model": "for x in step:\n    step.backward(model(x).sum())\n"

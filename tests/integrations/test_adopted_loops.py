@@ -957,6 +957,18 @@ def test_a_replica_that_does_not_write_waits_for_the_file_that_it_loads(adopt, t
     adopt(_loads_its_best_file(path), session)
 
 
+def test_the_replica_that_writes_may_write_its_file_in_another_way(adopt, tmp_path):
+    path = tmp_path / "best.pt"
+
+    def script():
+        _loads_its_best_file(path)()
+        with path.open("wb") as stream:
+            torch.save({"best": 3.0}, stream)
+        assert torch.load(path) == {"best": 3.0}
+
+    adopt(script)
+
+
 def test_a_file_that_no_replica_writes_is_one_sentence(adopt, tmp_path, monkeypatch):
     session = ScriptedSession()
     session.is_writer = False

@@ -34,7 +34,7 @@ from fabric.client.process.worker import Worker
 from fabric.client.state.durable_policy import DurableCheckpoints
 from fabric.client.state.fetch_thread import FetchThread
 from fabric.client.state.snapshots import Snapshots
-from fabric.errors import FabricError, RoundsFailed
+from fabric.errors import FabricError, ProtocolError, RoundsFailed
 from fabric.exit_codes import FAILED, RESTART
 from fabric.ftar.buckets import FlatGradients
 from fabric.ftar.plane import DataPlane
@@ -477,9 +477,14 @@ class Engine:
         current = self.current
         if isinstance(event, io.Exchanged) and current is not None and current.epoch == event.epoch:
             notes = self._parts.plane.notes.carried(event.epoch, event.step)
-            messages = {current.names[at]: wire.decode(note) for at, note in notes.items()}
-            carried = tuple((name, x) for name, x in messages.items() if isinstance(x, Contribution))
-            event = replace(event, carried=carried)
+            carried = []
+            for at, note in notes.items():
+                with contextlib.suppress(
+                    ProtocolError
+                ):  # its sender tells it over the links too, after a moment
+                    if isinstance(message := wire.decode(note), Contribution):
+                        carried.append((current.names[at], message))
+            event = replace(event, carried=tuple(carried))
         self.post(event)
 
     def _link_up(self, effect: io.LinkUp) -> None:

@@ -266,11 +266,11 @@ def moved_names(loop: ast.stmt, values: Mapping[str, Any]) -> dict[str, int]:
     A tensor that a method overwrites carries nothing. A network into which another one is copied does, unless
     each step does so before it reads the network.
     """
-    nodes, of = list(ast.walk(loop)), dict[str, tuple[str, ast.stmt]]()
+    nodes, of = list(ast.walk(loop)), dict[str, str]()
     for inner in (x for x in nodes if isinstance(x, ast.For)):
         for target, source in _pairs(inner):
             name = _owner(source)
-            of |= dict.fromkeys(stores([target]), (name, inner)) if name else {}
+            of |= dict.fromkeys(stores([target]), name) if name else {}
     calls = [x for x in nodes if isinstance(x, ast.Call) and called(x).endswith("_")]
     changes = [(x.func.value, called(x), x.lineno) for x in calls if isinstance(x.func, ast.Attribute)]
     changes += [(x.target, "", x.lineno) for x in nodes if isinstance(x, ast.AugAssign)]
@@ -278,11 +278,11 @@ def moved_names(loop: ast.stmt, values: Mapping[str, Any]) -> dict[str, int]:
     changes += [(x, "copy_", x.lineno) for x in data if x.attr == "data"]
     written, moved = set[str](), dict[str, int]()
     for target, method, line in changes:
-        name, within = of.get(held := holder(target), (held, loop))
-        is_tensor = isinstance(value_of(values, name), torch.Tensor)
+        name = of.get(held := holder(target), held)
+        is_tensor, is_part = isinstance(value_of(values, name), torch.Tensor), held in of
         while is_tensor and isinstance(value_of(values, owner := name.rpartition(".")[0]), torch.nn.Module):
-            name = owner
-        is_copied = method == "copy_" and held in of and not _fills_first(loop, within, name)
+            name, is_part = owner, True
+        is_copied = method == "copy_" and is_part and not _fills_first(loop, line, name)
         if method in _OVERWRITES and not is_copied:
             written.add(name)
         elif method not in _KEEP and (is_tensor or held in of):
@@ -309,10 +309,12 @@ def _owner(source: ast.expr) -> str:
     return owner if method in _PARTS else ""
 
 
-def _fills_first(loop: ast.stmt, inner: ast.stmt, name: str) -> bool:
-    """Whether each step goes through ``inner`` before another statement reads ``name``."""
-    first = next((x for x in getattr(loop, "body", ()) if x is inner or name in names_read(x)), None)
-    return first is inner
+def _fills_first(loop: ast.stmt, line: int, name: str) -> bool:
+    """Whether each step goes through ``line`` before another statement reads ``name``."""
+    body: list[ast.stmt] = getattr(loop, "body", [])
+    before = [x for x in body if x.lineno <= line]
+    is_sure = bool(before) and not isinstance(before[-1], ast.If | ast.While | ast.Try)
+    return is_sure and not any(name in names_read(x) for x in before[:-1])
 
 
 def _numbers(loop: ast.For, step: str) -> dict[str, int]:

@@ -178,17 +178,21 @@ class RankGradients:
         if self._group is None or not self._looks or (self._is_dealt and self.parts == 1):
             return
         self._looks -= 1
-        moved = [digest for name, digest in self._digests().items() if digest != self._first[name]]
+        moved = [
+            digest for name, digest in self._digests().items() if digest != self._first.get(name, digest)
+        ]
         first = "" if self._is_dealt else xxhash.xxh3_64_hexdigest("".join(self._first.values()).encode())
         part = self._part if self._is_dealt else self._group.rank
         rows = self._group.gather({"part": part, "values": moved, "first": first})
         others = [rank for rank, row in enumerate(rows) if row["part"] != part and row["values"]]
         own, were_equal = set(moved), all(row["first"] == first for row in rows)
         if own and others and were_equal and not any(own & set(rows[rank]["values"]) for rank in others):
+            samples = "other samples and " if self._is_dealt else ""
+            mesh = "give session.loader no mesh=, " if self._is_dealt else ""
             raise ConfigError(
-                f"rank {self._group.rank} trains a model of its own: rank {others[0]} has other samples and "
-                "other values of every parameter. Wrap the model in DistributedDataParallel or fully_shard "
-                'before attach, give session.loader no mesh=, or say unshared="ignore"'
+                f"rank {self._group.rank} trains a model of its own: rank {others[0]} has {samples}other "
+                "values of every parameter. Wrap the model in DistributedDataParallel or fully_shard before "
+                f'you give it to fabric, {mesh}or say unshared="ignore"'
             )
 
     def _digests(self) -> dict[str, str]:

@@ -118,8 +118,10 @@ class ByteReceiver(PieceReceiver):
         if announced is not None:
             note_header, note_digest = announced
             note = bytes(front[:-HEADER_BYTES])
-            if note_digest != digest(note):
-                raise ProtocolError(f"the note in front of chunk {self.completed} does not match its digest")
+            if note_digest != digest(note) or note_header.source >= note_header.spec.world:
+                raise ProtocolError(
+                    f"the note in front of chunk {self.completed} does not match its digest or ring"
+                )
             if note_header.spec == expected.spec and piece.gather:
                 self._notes.arrived(expected.spec.epoch, expected.spec.step, note_header.source, note)
                 self.notes[piece.start] = pack(note_header, note_digest) + note

@@ -353,11 +353,11 @@ class SavedFiles:
             return original(f, *arguments, **named)
         path = Path(f)
         saved = self._saved.setdefault(path.absolute(), -1)
-        until = time.monotonic() + (-1.0 if self._loop.is_writer else _WRITTEN_S)
+        waits, until = saved >= 0 and not self._loop.is_writer, time.monotonic() + _WRITTEN_S
         while True:
             before, noted = _identity(path), _noted(path)
             is_written = noted.get("job") == self._job and int(noted.get("step", -1)) >= saved
-            if saved < 0 or is_written or until < 0:
+            if is_written or not waits:
                 value = original(f, *arguments, **named)
                 if _identity(path) == before:
                     break

@@ -75,6 +75,10 @@ class StoreUnavailable(StoreError):
     """The control store could not be reached or has no leader; nothing was applied, try again."""
 
 
+class StoreReplaced(StoreError):
+    """The control store is another one than before, or an older copy: connect and read everything again."""
+
+
 class LeaseGone(StoreError):
     """A lease has expired or was revoked, and the keys under it are deleted; the write was not applied."""
 

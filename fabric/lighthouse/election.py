@@ -27,7 +27,7 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreUnavailable
+from fabric.errors import LeaseGone, StoreError, StoreIndefinite, StoreReplaced, StoreUnavailable
 from fabric.model import Value
 from fabric.runtime.system_calls import seconds_since_boot
 from fabric.runtime.tasks import BackgroundLoop
@@ -254,9 +254,10 @@ class Election:
             await asyncio.sleep(pause_s)
 
     async def _await_loss(self, term: Term, turn: "asyncio.Task[None]") -> str:
-        """Return a sentence once the key of this term is gone.
+        """Return a sentence once the key of this term is gone, or the store is another one or an older copy.
 
-        It asks again a store that does not answer; the lease bounds how long a leader can lead without it.
+        An older copy may hold the key and the lease, which is then renewed there for ever. A store that does
+        not answer is asked again; the lease bounds how long a leader can lead without it.
         """
         await asyncio.wait({turn})
         gone = (
@@ -264,10 +265,14 @@ class Election:
             "the key or emptied the store"
         )
         while True:
-            with suppress(StoreError):
+            try:
                 entry = await self._store.get(term.key)
                 if entry is None or entry.create_revision != term.revision:
                     return gone
+            except StoreReplaced as error:
+                return str(error)
+            except StoreError:
+                pass
             await asyncio.sleep(LOOK_S)
 
     def _learn(self, line: Mapping[str, KeyValue], term: Term) -> int:

@@ -16,7 +16,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 
-from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
+from fabric.errors import StoreError, StoreIndefinite, StoreReplaced, StoreUnavailable
 from fabric.store import etcd_http
 from fabric.store.base import (
     MAX_LISTED_KEYS,
@@ -176,7 +176,7 @@ class EtcdStore:
         answer = await self._anywhere("/v3/kv/range", request, writes=False)
         revision = answer.header.revision
         if revision < floor:
-            raise StoreError(
+            raise StoreReplaced(
                 f"The etcd store went back from revision {floor} to {revision}: it was wiped or restored, "
                 "connect again and read everything again."
             )
@@ -221,7 +221,7 @@ class EtcdStore:
             self._revision = max(self._revision, answer.header.revision)
             return answer.header.revision
         if self._store_id and answer.failed_store_id != self._store_id.encode():
-            raise StoreError(
+            raise StoreReplaced(
                 f"The etcd at {endpoint} is no longer the store {self._store_id}: it was wiped or replaced, "
                 "nothing was written; connect again and read everything again."
             )

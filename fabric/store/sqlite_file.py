@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from fabric.errors import StoreError, StoreIndefinite, StoreUnavailable
+from fabric.errors import StoreError, StoreIndefinite, StoreReplaced, StoreUnavailable
 from fabric.runtime.system_calls import boot_id
 from fabric.store.base import (
     MAX_LISTED_KEYS,
@@ -246,7 +246,7 @@ class SqliteFile:
         except OSError:
             same = False
         if not same:
-            raise StoreError(
+            raise StoreReplaced(
                 f"The store {self._path} was removed or replaced while in use: stop all processes that use "
                 "it and start them again."
             )

@@ -3,12 +3,13 @@ on.
 """
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, nullcontext
 from pathlib import Path
 
 import pytest
-from etcd_process import EtcdMember, free_ports, require_etcd
+from etcd_process import EtcdMember, free_ports, require_etcd, running_etcd
 from in_process import Instance, lighthouse_on
 from lighthouse_support import close_all, eventually, get, start_job
 from memory_store import MemorySpace, MemoryStore
@@ -109,6 +110,35 @@ async def test_a_leader_whose_store_is_emptied_leads_again_in_a_new_one(http, ki
         _, health = await get(http, f"{instance.url}/healthz")
         assert health["ok"] and health["is_leader"]
         await close_all(members)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("etcd", marks=pytest.mark.etcd)])
+async def test_a_leader_whose_store_is_put_back_to_a_copy_with_its_key_leads_again(http, kind, tmp_path):
+    """The leader's lease is renewed in etcd's copy, so nothing else would end its term. A new SQLite file is
+    found at once, but its handle is new too and waits for the end of the lease in the copy.
+    """
+    with running_etcd(tmp_path) if kind == "etcd" else nullcontext() as etcd:
+        file, copy = tmp_path / "store.db", tmp_path / "copy"
+        store = open_store(etcd.url if etcd else f"sqlite://{file}")
+        async with lighthouse_on(store, lease_s=LEASE_S if etcd else 1.0) as instance:
+            await leads(instance)
+            key = key_of(instance)
+            if etcd:
+                await asyncio.to_thread(etcd.save, copy)
+            else:
+                with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
+                    source.backup(target)
+            members = await start_job(http, instance.url)
+            if etcd:
+                await asyncio.to_thread(etcd.restore, copy)
+            else:
+                for log in ("store.db-wal", "store.db-shm"):
+                    (tmp_path / log).unlink()
+                copy.replace(file)
+            assert (await members[0].close_reason())[0] == NOT_THE_LEADER
+            await leads(instance, after=key)
+            assert ("wiped or restored" if etcd else "removed or replaced") in instance.lost[0]
+            await close_all(members)
 
 
 async def test_a_look_that_fails_costs_no_leader_the_lead():

@@ -20,7 +20,8 @@ from fabric.errors import ConfigError
 from fabric.health.localise import Scope
 from fabric.lighthouse.history.recovery import CAPACITY, DOWN, NAMED, Absence, RecoveryRecord
 from fabric.model import HostFailure, Value
-from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
+from fabric.runtime.http.connection_limit import ConnectionLimit
+from fabric.runtime.http.http_service import ConnectionMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -18,7 +18,6 @@ import socket
 import struct
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from functools import partial
 
 from fabric.errors import ConfigError, FabricError, ProtocolError, Refused, Unconnected, Unreachable
 from fabric.runtime import logs
+from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot, Limits, end_connection
 from fabric.runtime.private_folder import peer_of
 from fabric.transport import greeting as proof
 from fabric.transport.connecting import connect
@@ -82,9 +82,6 @@ def check_user(sock: socket.socket) -> None:
         raise Refused(f"the other end on this host belongs to user {uid}, not to {os.geteuid()}: use TCP")
 
 
-# The unfinished handshakes of a listener, which accepts every connection and drops old handshakes for
-# room.
-#
 # A stranger needs no token to connect, and may stay silent for as long as a handshake may take. If the
 # listener waited for silent connections, some hundred of them would keep a job's own links from forming.
 # So the listener always accepts, and drops the oldest handshake when there are too many. If one address
@@ -96,82 +93,6 @@ MAX_HANDSHAKES = 256
 # A member of a large job answers within this time, even if all others dial at once. No handshake younger than
 # this is dropped for another address.
 _AT_LEAST_S = 0.25
-_TELL_EVERY_S = 60.0
-
-
-@dataclass(eq=False, slots=True)
-class Handshake:
-    """A handshake that began at ``begun``, by the loop's clock; ``drop`` ends it."""
-
-    address: str
-    begun: float
-    drop: Callable[[], object]
-
-
-class Handshakes:
-    """The handshakes under way, the oldest first."""
-
-    def __init__(self, most: int = MAX_HANDSHAKES) -> None:
-        self._most = most
-        self._open: dict[Handshake, None] = {}
-        self._of: Counter[str] = Counter()
-        self._ended = asyncio.Event()
-        self._dropped = 0
-        self._told = float("-inf")
-
-    def begin(self, address: str, drop: Callable[[], object]) -> Handshake:
-        handshake = Handshake(address, asyncio.get_running_loop().time(), drop)
-        self._open[handshake] = None
-        self._of[address] += 1
-        return handshake
-
-    def end(self, handshake: Handshake) -> None:
-        if handshake in self._open:
-            del self._open[handshake]
-            self._of[handshake.address] -= 1
-            if not self._of[handshake.address]:
-                del self._of[handshake.address]
-            self._ended.set()
-
-    async def make_room(self, address: str) -> None:
-        """Return when the next connection may be accepted; the last one came from ``address``."""
-        if self._of[address] > self._most // 2:
-            self._drop(next(h for h in self._open if h.address == address))
-        while len(self._open) > self._most:
-            oldest = next(iter(self._open))
-            wait_s = oldest.begun + _AT_LEAST_S - asyncio.get_running_loop().time()
-            if wait_s <= 0:
-                self._drop(oldest)
-                continue
-            self._ended.clear()
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._ended.wait()
-            except TimeoutError:
-                continue
-        # ``accept`` does not yield to the event loop while connections wait, so yield here.
-        await asyncio.sleep(0)
-
-    def drop_oldest(self) -> None:
-        """Drop the oldest handshake, if any, which frees a descriptor."""
-        oldest = next(iter(self._open), None)
-        if oldest is not None:
-            self._drop(oldest)
-
-    def _drop(self, handshake: Handshake) -> None:
-        self.end(handshake)
-        handshake.drop()
-        self._dropped += 1
-        now = asyncio.get_running_loop().time()
-        if now - self._told >= _TELL_EVERY_S:
-            self._told = now
-            logger.warning(
-                "too many connections send no greeting: the oldest was dropped, from %s, %d so far: look who"
-                " opens them",
-                handshake.address,
-                self._dropped,
-            )
-
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +163,9 @@ class Listener:
         self._server: socket.socket | None = None
         self._local: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handshakes = Handshakes()
+        limits = Limits(MAX_HANDSHAKES, MAX_HANDSHAKES)
+        self._handshakes = ConnectionLimit(limits, idle="without a greeting")
+        self._handshake_ended = asyncio.Event()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -288,16 +211,23 @@ class Listener:
                 sock, address = await loop.sock_accept(server)
             except OSError as error:
                 # No descriptor is left, or the client left the queue: make room, and accept the next client
-                self._handshakes.drop_oldest()
+                self._handshakes.close_one()
                 logger.warning("could not accept a connection: %s", error)
                 await asyncio.sleep(_ACCEPT_BACKOFF_S)
                 continue
             place = str(address[0]) if server.family in _INTERNET else "this host"
-            handshake = self._handshakes.begin(place, partial(_end, sock))
-            self._spawn(self._serve(sock, handshake))
-            await self._handshakes.make_room(place)
+            while (wait_s := self._handshakes.young_s(place, _AT_LEAST_S)) > 0:
+                self._handshake_ended.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._handshake_ended.wait()
+            slot = self._handshakes.admit(place, partial(end_connection, sock))
+            assert slot is not None  # each handshake counts as idle
+            self._spawn(self._serve(sock, slot))
+            # ``accept`` does not yield to the event loop while connections wait, so yield here.
+            await asyncio.sleep(0)
 
-    async def _serve(self, sock: socket.socket, handshake: Handshake) -> None:
+    async def _serve(self, sock: socket.socket, slot: ConnectionSlot) -> None:
         handed_on = False
         try:
             sock.setblocking(False)
@@ -316,7 +246,8 @@ class Listener:
         except FabricError as error:
             logger.warning("a connection was refused: %s", error)
         finally:
-            self._handshakes.end(handshake)
+            slot.leave()
+            self._handshake_ended.set()
             if not handed_on:
                 sock.close()
 
@@ -561,12 +492,6 @@ async def _receive_exactly(sock: socket.socket, count: int) -> bytes:
             raise ConnectionResetError(0, "the other side closed during the greeting")
         data += piece
     return data
-
-
-def _end(sock: socket.socket) -> None:
-    """End the connection: its reader sees the end."""
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _words(error: OSError) -> str:

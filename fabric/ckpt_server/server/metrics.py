@@ -14,7 +14,8 @@ from prometheus_client.registry import Collector
 from fabric.ckpt_server.server.local_ranks import LocalRank
 from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT
 from fabric.ckpt_server.server.trainer_watch import STATES
-from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
+from fabric.runtime.http.connection_limit import ConnectionLimit
+from fabric.runtime.http.http_service import ConnectionMetrics
 
 
 class CkptMetrics:

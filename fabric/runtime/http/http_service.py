@@ -13,12 +13,14 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from fabric.errors import (
     ConfigError,
@@ -267,6 +269,27 @@ def check_exposure(host: str, token: str | None) -> None:
             f"listening on {host or 'every address'} without a token would serve anybody who can reach it:"
             " give a token file, or bind to 127.0.0.1"
         )
+
+
+class ConnectionMetrics(Collector):
+    """The Prometheus metrics of a service's connections; ``prefix`` begins their names."""
+
+    def __init__(self, prefix: str, limit: ConnectionLimit) -> None:
+        self._prefix = prefix
+        self._limit = limit
+
+    def collect(self) -> Iterator[Metric]:
+        prefix, limit = self._prefix, self._limit
+        yield GaugeMetricFamily(f"{prefix}connections", "Open HTTP connections.", limit.open)
+        yield GaugeMetricFamily(f"{prefix}connections_limit", "Most open connections.", limit.limits.total)
+        refused = CounterMetricFamily(
+            f"{prefix}connections_refused",
+            "Connections closed for want of room: idle ones, and new ones where none was idle (full).",
+            labels=["why"],
+        )
+        for why, count in limit.refused.items():
+            refused.add_metric([why], count)
+        yield refused
 
 
 async def serve(

@@ -25,6 +25,7 @@ from functools import partial
 
 from fabric.errors import ConfigError, FabricError, ProtocolError, Refused, Unconnected, Unreachable
 from fabric.runtime import logs
+from fabric.runtime.http import bind_first_free
 from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot, Limits, end_connection
 from fabric.runtime.private_folder import peer_of
 from fabric.transport import greeting as proof
@@ -175,12 +176,13 @@ class Listener:
         host, port = self._server.getsockname()[:2]
         return str(host), int(port)
 
-    async def start(self, host: str, ports: Sequence[int] = (0,), local: bool = False) -> None:
+    async def start(self, host: str, ports: range = range(1), local: bool = False) -> None:
         """Bind the first free port of ``ports`` (0: any) and accept; with ``local`` on a unix socket too.
 
         The unix socket is for links from this host. Raises ConfigError where no port can be bound.
         """
-        self._server = await _bind(host, ports)
+        self._server = bind_first_free(host, ports)
+        self._server.listen(_BACKLOG)
         own = self.identity
         name = local_name(own.job, own.replica, own.rank, self.address[1])
         self._local = listen_locally(name) if local else None
@@ -437,31 +439,6 @@ def parse_address(address: str) -> tuple[str, int]:
     ):
         raise ConfigError(f"{address[:80]!r} is not an address: write host:port")
     return host, int(port)
-
-
-async def _bind(host: str, ports: Sequence[int]) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    try:
-        addresses = await loop.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(
-            f"{host!r} cannot be bound ({_words(error)}): name an address of this host"
-        ) from error
-    family, _, _, _, target = addresses[0]
-    last = "no port was tried"
-    for port in ports:
-        server = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((target[0], port, *target[2:]))
-            server.listen(_BACKLOG)
-        except OSError as error:
-            server.close()
-            last = _words(error)
-            continue
-        return server
-    span = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
-    raise ConfigError(f"no port of {span} on {host!r} can be bound ({last}): free one or widen it")
 
 
 async def _greet(sock: socket.socket, greeting: Greeting, token: bytes) -> None:

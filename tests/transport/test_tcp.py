@@ -252,8 +252,10 @@ async def test_a_peer_that_is_not_fabric_is_told_apart(answer: bytes):
 async def test_a_range_of_ports_takes_the_first_free_one_and_says_when_none_is():
     async with open_door() as door:
         port = door.listener.address[1]
-        with pytest.raises(ConfigError, match="free one or widen"):
-            await Listener(ListenerIdentity("job", "r0"), b"", lambda _g, _s: None).start("127.0.0.1", [port])
+        with pytest.raises(ConfigError, match="taken by another process: choose another"):
+            await Listener(ListenerIdentity("job", "r0"), b"", lambda _g, _s: None).start(
+                "127.0.0.1", range(port, port + 1)
+            )
         second = Listener(ListenerIdentity("job", "r0"), b"", lambda _g, _s: None)
         await second.start("127.0.0.1", range(port, min(port + 50, 65535) + 1))
         assert second.address[1] > port

@@ -43,7 +43,6 @@ from fabric.ckpt_server.format.safetensors_file import (
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards, without_shards
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
 from fabric.model import Value
-from fabric.protocol.messages.rank_messages import replica_digest
 from fabric.protocol.rules.lanes import TensorRegion
 from fabric.runtime.http.lighthouse_client import describe
 from fabric.runtime.http.tls import Tls
@@ -394,21 +393,15 @@ class MergedState:
         self.nbytes = len(self.preamble) + sum(entry.nbytes for entry in sizes)
         spans = read_preamble(memoryview(self.preamble), self.nbytes).tensors
         self.tensors = {span.name: span for span in spans}
-        self.manifest = {"digest": self._named([part.manifest["digest"] for part in self._states])}
+        self.manifest = {"digest": state_digest(first)}
         self._spans, self._begins = spans, [span.begin for span in spans]
         self._parts = {tensor: held for tensor, _, _, held in layout}
 
     @property
     def digest(self) -> str:
         """Of the state, as the job names it; all of durable parts is read and verified for that."""
-        return self._named([part.digest for part in self._states])
-
-    def _named(self, digests: list[str]) -> str:
-        """The digest of the state whose parts have these ``digests``."""
-        manifests = [part.manifest for part in self._states]
-        if any(x["digest"] != digest for x, digest in zip(manifests, digests, strict=True)):
-            return replica_digest(digests)
-        return state_digest(manifests[0])
+        _ = [part.digest for part in self._states]
+        return self.manifest["digest"]
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return bytes of one tensor, counted in the whole file. Raises StateError or Unreachable."""

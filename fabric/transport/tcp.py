@@ -31,7 +31,7 @@ from fabric.runtime.private_folder import peer_of
 from fabric.transport import greeting as proof
 from fabric.transport.connecting import connect
 from fabric.transport.greeting import MAX_HANDSHAKE_BYTES, Greeting
-from fabric.transport.link import HEADER_BYTES, frame
+from fabric.transport.link import HEADER_BYTES, frame, words_of
 
 # Links between processes on one host: a unix socket beside the TCP socket.
 #
@@ -144,7 +144,7 @@ class ListenerIdentity:
 class Listener:
     """Accepts links for one identity and hands each authenticated socket to ``on_connection``.
 
-    ``admit`` may refuse a greeting with a sentence, which the dialler gets as Refused. The socket is
+    The socket is
     non-blocking and belongs to the callback. ``close`` ends the accepting, and unfinished handshakes.
     """
 
@@ -153,13 +153,11 @@ class Listener:
         identity: ListenerIdentity,
         token: bytes | Tokens,
         on_connection: OnConnection,
-        admit: Callable[[Greeting], str] | None = None,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         self.identity = identity
         self._tokens: Tokens = token if callable(token) else lambda: (token,)
         self._on_connection = on_connection
-        self._admit = admit
         self._handshake_s = handshake_s
         self._server: socket.socket | None = None
         self._local: socket.socket | None = None
@@ -297,8 +295,6 @@ class Listener:
                 f"rank {greeting.rank} of {who} reached rank {own.rank} of {own.replica!r}: "
                 "the address was taken over, wait for the next epoch"
             )
-        if self._admit is not None and (reason := self._admit(greeting)):
-            raise Refused(reason)
 
 
 async def dial(
@@ -337,7 +333,7 @@ async def _dial_host(
             why = f"nothing came back within {within_s:g} s, check the network between"
             raise Unconnected(f"{whom} cannot be reached: {why}") from error
         except OSError as error:
-            raise Unconnected(f"{whom} cannot be reached: {_words(error)}") from error
+            raise Unconnected(f"{whom} cannot be reached: {words_of(error)}") from error
         undo.callback(sock.close)
         try:
             async with asyncio.timeout(timeout_s):
@@ -354,7 +350,7 @@ async def _dial_host(
                 f"{whom} did not answer within {timeout_s:g} s: check that it runs and is reachable"
             ) from error
         except OSError as error:
-            raise Unreachable(f"{whom} cannot be reached: {_words(error)}") from error
+            raise Unreachable(f"{whom} cannot be reached: {words_of(error)}") from error
         undo.pop_all()
         return sock
 
@@ -469,9 +465,3 @@ async def _receive_exactly(sock: socket.socket, count: int) -> bytes:
             raise ConnectionResetError(0, "the other side closed during the greeting")
         data += piece
     return data
-
-
-def _words(error: OSError) -> str:
-    if isinstance(error, socket.gaierror):  # its number is not one of the system's errors
-        return str(error.strerror).lower()
-    return os.strerror(error.errno).lower() if error.errno else str(error.strerror or error)

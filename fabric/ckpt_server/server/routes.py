@@ -40,12 +40,11 @@ from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotContent
 from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Compressor, choose
 from fabric.ckpt_server.wire.compression import PIECE_BYTES as WORK_BYTES
-from fabric.errors import ProtocolError, Refused
+from fabric.errors import Gone, ProtocolError, Refused
 from fabric.model import Value
 from fabric.protocol.rules.lanes import TensorRegion
 from fabric.runtime.http.http_service import (
     STALL_S,
-    Handler,
     bearer_required,
     errors_as_json,
     json_error,
@@ -398,7 +397,6 @@ def make_app(
             errors_as_json,
             *([pages_kept_out(names)] if tokens.is_open else []),
             bearer_required(tokens, OPEN_PATHS),
-            _say_what_is_held,
         ],
         client_max_size=64 * 1024,
     )
@@ -632,20 +630,12 @@ async def _ask_trainer(rank: LocalRank, what: str) -> dict[str, Any]:
         raise web.HTTPNotFound(text=str(error)) from error
 
 
-class _NotHeld(Exception):
-    """No slot holds what was asked for: the answer is 409, with these details."""
+class _NotHeld(Gone):
+    """No slot holds what was asked for: the answer has these details."""
 
     def __init__(self, sentence: str, details: Mapping[str, object]) -> None:
         super().__init__(sentence)
         self.details = details
-
-
-@web.middleware
-async def _say_what_is_held(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except _NotHeld as error:
-        return json_error(409, str(error), details=error.details)
 
 
 def _not_held(rank: LocalRank, kind: str, sentence: str, gone: bool) -> _NotHeld:

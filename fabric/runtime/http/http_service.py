@@ -133,7 +133,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return await handler(request)
     except FabricError as error:
         headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
-        return json_error(status_of(error), str(error), headers=headers)
+        details = getattr(error, "details", None)  # what the answer says beside the sentence
+        return json_error(status_of(error), str(error), headers=headers, details=details)
     except web.HTTPException as error:
         if error.status < 400:
             raise

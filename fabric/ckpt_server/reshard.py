@@ -370,7 +370,9 @@ class ReshardPlan:
             return self._tensor(nodes, live, path)
         if isinstance(live, _Entries) and all(_is_plain(node) for node in nodes.values()):
             return self._entries(nodes, live, path)
-        if isinstance(live, _GroupNames) and all(_are_names(node) for node in nodes.values()):
+        if isinstance(live, _GroupNames) and all(
+            isinstance(node, list) and all(isinstance(name, str) for name in node) for node in nodes.values()
+        ):
             return self._group(nodes, live, path)
         if isinstance(first, dict):
             if not all(isinstance(node, dict) and set(node) == set(first) for node in nodes.values()):
@@ -549,10 +551,6 @@ def _inner(nodes: Mapping[int, Any], key: Any) -> dict[int, Any]:
 
 def _is_plain(node: Any) -> bool:
     return isinstance(node, dict) and not any(key.startswith("$") for key in node)
-
-
-def _are_names(node: Any) -> bool:
-    return isinstance(node, list) and all(isinstance(name, str) for name in node)
 
 
 def _check_known(there: Set[str], everywhere: Set[str], path: str) -> None:

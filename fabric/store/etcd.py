@@ -188,7 +188,9 @@ class EtcdStore:
         Raises StoreUnavailable when no endpoint answered. With ``writes``, raises StoreIndefinite when an
         endpoint may have applied the request.
         """
-        gateway = self._connected()
+        gateway = self._gateway
+        if gateway is None:
+            raise StoreError("The etcd store is not connected: call connect() first.")
         refusals: list[str] = []
         lost: StoreIndefinite | None = None
         what = "a transaction" if once else path
@@ -230,11 +232,6 @@ class EtcdStore:
                 )
             self._cluster_id = cluster_id
         return answer
-
-    def _connected(self) -> Gateway:
-        if self._gateway is None:
-            raise StoreError("The etcd store is not connected: call connect() first.")
-        return self._gateway
 
 
 def _unavailable(refusals: Sequence[str]) -> StoreUnavailable:

@@ -69,14 +69,14 @@ class DigestingFile:
         """As a file does."""
 
     def save(self, tensor: torch.Tensor) -> int:
-        """Write a tensor that has bytes as ``torch.save`` does. Return where the bytes of the tensor begin.
+        """Write a tensor as ``torch.save`` does. Return where the bytes of the tensor begin, if it has any.
 
         torch hands over the tensor's own memory in one piece. Raises StateError where it does not.
         """
         self.written.clear()
         torch.save(tensor, self)  # type: ignore[arg-type]  # it needs write and flush
-        place = self.written.get((tensor.data_ptr(), tensor.nbytes))
-        if place is None:
+        place = self.written.get((tensor.data_ptr(), tensor.nbytes), -1)
+        if place < 0 < tensor.nbytes:
             raise StateError(
                 "this torch stores tensors in an unknown way: fabric cannot write durable checkpoints with it"
             )
@@ -105,16 +105,14 @@ def write_rank_shard(
     with storage.create(data) as opened:
         out = DigestingFile(opened)
         for name, value in values.items():
-            begin, blob = out.nbytes, blobs.get(id(value))
+            begin = out.nbytes
             if isinstance(value, torch.Tensor):
+                place, blob = out.save(value), blobs.get(id(value))
                 if blob is not None and value.numel():
-                    raw.setdefault(blob, (data, out.save(value)))
-                else:
-                    torch.save(value, out)  # type: ignore[arg-type]  # it needs write and flush
+                    raw.setdefault(blob, (data, place))
                 described, entries = _describe(value, local), tensors
             else:
-                pickled = io.BytesIO()
-                torch.save(value, pickled)
+                torch.save(value, pickled := io.BytesIO())
                 out.write(pickled.getbuffer())
                 # To compare the objects of several ranks.
                 described, entries = {"digest": bytes_digest(pickled.getbuffer())}, objects

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -271,14 +272,15 @@ def check_exposure(host: str, token: str | None) -> None:
 
 
 class ConnectionMetrics(Collector):
-    """The Prometheus metrics of a service's connections; ``prefix`` begins their names."""
+    """The metrics in ``registry`` of a service's connections; ``prefix`` begins their names."""
 
-    def __init__(self, prefix: str, limit: ConnectionLimit) -> None:
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         self._prefix = prefix
-        self._limit = limit
+        self.limit = ConnectionLimit()
+        registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        prefix, limit = self._prefix, self._limit
+        prefix, limit = self._prefix, self.limit
         yield GaugeMetricFamily(f"{prefix}connections", "Open HTTP connections.", limit.open)
         yield GaugeMetricFamily(f"{prefix}connections_limit", "Most open connections.", limit.limits.total)
         refused = CounterMetricFamily(

@@ -88,29 +88,26 @@ def start(settings: ServerSettings, deadline: float) -> bool:
 
 
 def _start(settings: ServerSettings, deadline: float) -> bool:
-    output_fd = open_private(settings.run_dir / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     reader, writer = os.pipe()
-    try:
-        with os.fdopen(output_fd, "ab") as output:
-            process = start_helper(
-                "fabric.ckpt_server",
-                *settings.arguments(),
-                f"--ready-fd={writer}",
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(writer,),
-                # The server outlives its trainer and its launcher. The server's environment lacks the
-                # launcher's mark, because a launcher ends all processes with its mark.
-                env=outliving_environment(),
-            )
-    except BaseException:
-        os.close(reader)
-        raise
-    finally:
-        os.close(writer)
-    _started[process.pid] = process
     with os.fdopen(reader, "rb", buffering=0) as pipe:
+        try:
+            with os.fdopen(open_private(settings.run_dir / LOG_NAME, flags), "ab") as output:
+                process = start_helper(
+                    "fabric.ckpt_server",
+                    *settings.arguments(),
+                    f"--ready-fd={writer}",
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(writer,),
+                    # The server outlives its trainer and its launcher. The server's environment lacks the
+                    # launcher's mark, because a launcher ends all processes with its mark.
+                    env=outliving_environment(),
+                )
+        finally:
+            os.close(writer)
+        _started[process.pid] = process
         report = _read_report(pipe.fileno(), deadline)
     if report is None:
         process.kill()

@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 import socket
 import struct
 import threading
@@ -420,21 +421,10 @@ def sending_s(sock: socket.socket) -> float:
 
 def parse_address(address: str) -> tuple[str, int]:
     """Return host and port of "host:port" or "[v6]:port"; raises ConfigError."""
-    host, colon, port = address.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        host = ""
-    if (
-        not colon
-        or not host
-        or not port.isascii()
-        or not port.isdigit()
-        or len(port) > 5
-        or int(port) > 65535
-    ):
+    form = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+)):(\d{1,5})", address, re.ASCII)
+    if form is None or int(form[3]) > 65535:
         raise ConfigError(f"{address[:80]!r} is not an address: write host:port")
-    return host, int(port)
+    return form[1] or form[2], int(form[3])
 
 
 async def _greet(sock: socket.socket, greeting: Greeting, token: bytes) -> None:

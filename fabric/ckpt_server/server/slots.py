@@ -297,10 +297,7 @@ class SharedSlot:
 
         ``content``: the content that the reader wants (None: any). Raises ConnectionResetError, and aborts
         the transfer, where the trainer withdraws or has withdrawn it."""
-        if content is not None and self.content is not content:
-            abort()
-            raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was read")
-        content = self.content
+        content = self.content if content is None else content
         assert content is not None and self.memfd is not None
         self.readers.add(abort)
         try:
@@ -308,7 +305,7 @@ class SharedSlot:
             self.refresh()
             if self.content is not content:
                 abort()
-                raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was sent")
+                raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was read")
             yield self.memfd.view[: content.nbytes]
         finally:
             self.readers.discard(abort)

@@ -37,7 +37,6 @@ from fabric.ckpt_server.format.safetensors_file import (
     canonical_json,
     file_order,
     parse_json,
-    read_header,
     read_preamble,
 )
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards, without_shards
@@ -111,7 +110,7 @@ class FileState:
             raise ConfigError(f"{name} cannot be read: {error}") from error
         self._view = memoryview(self._map)
         try:
-            header = read_header(self._view)
+            header = read_preamble(self._view)
         except StateError as error:
             self.close()
             raise StateError(f"{name}: {error}") from error

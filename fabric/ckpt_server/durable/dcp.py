@@ -36,7 +36,7 @@ except ImportError:  # before torch 2.15 the class has a private home only
 from fabric.ckpt_server.durable.reader import MAX_JSON_BYTES, METADATA
 from fabric.ckpt_server.durable.storage import Storage, storage_errors
 from fabric.ckpt_server.format.manifest import bytes_digest
-from fabric.ckpt_server.format.safetensors_file import read_header
+from fabric.ckpt_server.format.safetensors_file import read_preamble
 from fabric.ckpt_server.state.dtensor import LocalParts
 from fabric.ckpt_server.state.encoding import DTYPE_BY_NAME, StateDecoder
 from fabric.ckpt_server.state.training_state import host_bytes, parse_description, tensor_at
@@ -92,7 +92,7 @@ def write_rank_shard(
     Calls ``begun`` when a part of the data is written. Raises StateError; then ``storage`` holds half-written
     files.
     """
-    header, local = read_header(file), LocalParts()
+    header, local = read_preamble(file), LocalParts()
     spans = {span.name: span for span in header.tensors}
     decoder = StateDecoder(lambda name: tensor_at(file, spans[name]), set(spans), shardings=local)
     _, tree = parse_description(header.metadata)

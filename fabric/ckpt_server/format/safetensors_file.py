@@ -71,15 +71,11 @@ class TensorEntry(NamedTuple):
 
 
 class FileHeader(Value):
-    """A checked preamble: ``nbytes`` of it, then ``tensors`` in file order, which end at ``end``."""
+    """A checked preamble: ``nbytes`` of it, then ``tensors`` in file order."""
 
     nbytes: int
     tensors: tuple[TensorSpan, ...]
     metadata: str
-
-    @property
-    def end(self) -> int:
-        return self.tensors[-1].end if self.tensors else self.nbytes
 
 
 def canonical_json(value: object) -> str:
@@ -126,16 +122,12 @@ class Preamble:
         return _LENGTH.pack(len(text) + padding) + text + b" " * padding
 
 
-def read_header(file: memoryview) -> FileHeader:
-    """Parse and check the preamble of ``file`` (flat bytes, exactly the full file).
+def read_preamble(begin: memoryview, nbytes: int | None = None) -> FileHeader:
+    """Parse and check the preamble of a file of ``nbytes``, by default that of ``begin`` (flat bytes).
 
     Raises StateError that names what is wrong; takes no memory beyond the header's own size.
     """
-    return read_preamble(file, len(file))
-
-
-def read_preamble(begin: memoryview, nbytes: int) -> FileHeader:
-    """Read the header of a file of ``nbytes`` from its ``begin``, which has at least the preamble."""
+    nbytes = len(begin) if nbytes is None else nbytes
     if len(begin) < _LENGTH.size:
         raise StateError(f"The state is {len(begin)} bytes long, too short to be a snapshot file.")
     (length,) = _LENGTH.unpack(begin[: _LENGTH.size])

@@ -29,7 +29,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from fabric.ckpt_server.format.manifest import SEAL, check_manifest, seal, state_digest
-from fabric.ckpt_server.format.safetensors_file import TensorSpan, read_header
+from fabric.ckpt_server.format.safetensors_file import TensorSpan, read_preamble
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
 from fabric.ckpt_server.wire import gradient_index
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
@@ -99,7 +99,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         raise Refused(
             f"the manifest promises {nbytes} bytes and the slot has {len(view)}: allocate it larger"
         )
-    header, now = read_header(view[:nbytes]), time.monotonic()
+    header, now = read_preamble(view[:nbytes]), time.monotonic()
     shards = find_shards(header.metadata)
     tensors = {
         span.name: {

@@ -11,12 +11,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import xxhash
 
 from fabric.ckpt_server.durable.reader import (
+    MANIFEST,
+    MAX_JSON_BYTES,
+    METADATA,
     DurableCheckpoint,
-    RankShardFile,
+    Segment,
     list_checkpoints,
     open_checkpoint,
+    parse_rank_shard,
+    rank_shard_name,
 )
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.fetch.http_source import (
@@ -27,7 +33,13 @@ from fabric.ckpt_server.fetch.http_source import (
     read_exactly,
     refusal,
 )
-from fabric.ckpt_server.format.manifest import block_digest, check_manifest, file_digest, state_digest
+from fabric.ckpt_server.format.manifest import (
+    block_digest,
+    bytes_digest,
+    check_manifest,
+    file_digest,
+    state_digest,
+)
 from fabric.ckpt_server.format.safetensors_file import (
     ELEMENT_BYTES,
     MAX_HEADER_BYTES,
@@ -51,6 +63,7 @@ _TIMEOUT_S = 30.0
 _MAX_MANIFEST_BYTES = 256 << 20
 _MAX_HEALTH_BYTES = 4 << 10
 _SNAPSHOTS = "/v1/snapshots/"
+_PIECE_BYTES = 4 << 20
 
 
 @contextmanager
@@ -192,34 +205,109 @@ class BlockState:
 
 
 class DurableState(BlockState):
-    """One rank's part of a durable checkpoint."""
+    """One rank's part of a durable checkpoint: the file that was snapshotted.
+
+    Raises StateError that names the damaged or missing file.
+    """
 
     def __init__(self, name: str, checkpoint: DurableCheckpoint, rank: int) -> None:
+        storage, listed = checkpoint.storage, checkpoint.manifest["files"]
+        self._storage, self._listed = storage, listed
+        if not 0 <= rank < checkpoint.ranks:
+            raise StateError(f"{storage.url} is of {checkpoint.ranks} ranks and has no rank {rank}")
+        shard = rank_shard_name(rank)
+        data = storage.get(shard, MAX_JSON_BYTES)
+        if bytes_digest(memoryview(data)) != listed[shard]["digest"]:
+            raise IntegrityError(f"{storage.where(shard)} does not match its digest; it is damaged")
+        described = parse_rank_shard(data, storage.where(shard), checkpoint.manifest, rank)
+        self._segments = described.segments
+        for file in {s.file for s in self._segments}:
+            size = storage.size(file)
+            if size != listed[file]["nbytes"]:
+                raise IntegrityError(
+                    f"{storage.where(file)} has {size} bytes and should have {listed[file]['nbytes']}; it is"
+                    " damaged"
+                )
         self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
         try:
-            self._rank_shard = RankShardFile(checkpoint, rank, self._stack)
-            super().__init__(name, self._rank_shard.manifest)
+            super().__init__(name, dict(described.snapshot))
         except BaseException:
             self.close()
             raise
 
     @property
     def digest(self) -> str:
-        """The digest of the whole state; reads and verifies all of it, and every file that it lies in."""
+        """The digest of the whole state; reads and verifies all of it, every file that it lies in, and the
+        index of torch, which also needs bytes that fabric does not read."""
         for _ in self.pieces():
             pass
-        self._rank_shard.verify_files()
+        own = {segment.file for segment in self._segments} | {METADATA} & set(self._listed)
+        wrong = [
+            self._storage.where(name)
+            for name in sorted(own)
+            if self._storage.size(name) != self._listed[name]["nbytes"] or not self._is_whole(name)
+        ]
+        if wrong:
+            verb = "does" if len(wrong) == 1 else "do"
+            raise IntegrityError(
+                f"{' and '.join(wrong)} {verb} not match the digest in {MANIFEST}; torch cannot load the"
+                " checkpoint"
+            )
         return super().digest
 
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:
         for index in range(first, first + count):
             begin, end = self._place(index)
             data = memoryview(bytearray(end - begin))
-            self._rank_shard.fill(data, begin)
+            self.fill(data, begin)
             yield data
+
+    def fill(self, target: memoryview, begin: int) -> None:
+        """Fill ``target`` from byte ``begin`` (where a block begins) on, up to the end of a block,
+        verified."""
+        for segment, offset, low, high in self._parts(begin, begin + len(target)):
+            file = self._file(segment.file)
+            self._storage.read_into(
+                file, segment.file, segment.begin + low - offset, target[low - begin : high - begin]
+            )
+        size: int = self.manifest["block_bytes"]
+        for low in range(0, len(target), size):
+            index = (begin + low) // size
+            if block_digest(target[low : low + size]) != self.manifest["blocks"][index]:
+                touched = {segment.file for segment, *_ in self._parts(*self._place(index))}
+                guilty = [file for file in sorted(touched) if not self._is_whole(file)] or sorted(touched)
+                names = " and ".join(self._storage.where(file) for file in guilty)
+                raise IntegrityError(
+                    f"{names} is damaged: block {index} of the state does not match its digest"
+                )
 
     def close(self) -> None:
         self._stack.close()
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether all of a file matches the manifest; reads the file, to name the damaged one."""
+        hasher, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
+        nbytes: int = self._listed[name]["nbytes"]
+        for begin in range(0, nbytes, _PIECE_BYTES):
+            part = piece[: min(_PIECE_BYTES, nbytes - begin)]
+            self._storage.read_into(self._file(name), name, begin, part)
+            hasher.update(part)
+        return bool(hasher.hexdigest() == self._listed[name]["digest"])
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[Segment, int, int, int]]:
+        """Yield each touched segment, its begin in the file, and the first and last byte wanted there."""
+        offset = 0
+        for segment in self._segments:
+            low, high = max(begin, offset), min(end, offset + segment.nbytes)
+            if low < high:
+                yield segment, offset, low, high
+            offset += segment.nbytes
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(self._storage.open(name))
+        return self._open[name]
 
 
 def _durable(url: str) -> DurableCheckpoint:
@@ -338,9 +426,6 @@ class RemoteState(BlockState):
 # Sharded tensors are merged from the ranks' parts, piece by piece as they are read. An entry that several
 # ranks hold must be equal in all of them: each read compares all copies. Ranks that hold different tensors
 # under one name (the stages of a pipeline) do not make one file, and are refused.
-
-
-_PIECE_BYTES = 4 << 20
 
 
 class _RankPart(Value):

@@ -535,7 +535,7 @@ class CkptRoutes:
             return await send(request, slot, self._metrics)
         gone = rank.slots.gradient_is_gone(step, generation)
         why = "is not held any more" if gone else "is not held yet"
-        raise _not_held(rank, GRADIENT, f"the gradient of step {step} {why}", gone)
+        raise _NotHeld(rank, GRADIENT, f"the gradient of step {step} {why}", gone)
 
     async def state(self, request: web.Request) -> web.Response:
         """Answer with the trainer's own report, the kernel's view of it, the status, and every slot's
@@ -544,7 +544,7 @@ class CkptRoutes:
         trainer, says, why = rank.trainer, None, ""
         try:
             rank.probe.require_process()
-            says = {k: v for k, v in (await rank.probe.ask("state")).items() if k != "ok"}
+            says = await rank.probe.ask("state")
         except (TrainerSilent, Refused) as error:
             why = str(error)
         return web.json_response(
@@ -593,8 +593,7 @@ class CkptRoutes:
 
     async def exchange(self, request: web.Request) -> web.Response:
         """Answer with the trainer's recording of its newest exchanges with the other replicas."""
-        answer = await _ask_trainer(self._rank(request), "exchange")
-        return web.json_response({name: value for name, value in answer.items() if name != "ok"})
+        return web.json_response(await _ask_trainer(self._rank(request), "exchange"))
 
     def _rank(self, request: web.Request) -> LocalRank:
         """Return the rank that the path names. Answers 404 where no trainer of it has attached here."""
@@ -616,7 +615,7 @@ class CkptRoutes:
         asked = "no snapshot is held yet" if step is None else f"the snapshot of step {step} is not held"
         if generation is not None:
             asked += f" in generation {generation}"
-        raise _not_held(rank, SNAPSHOT, asked, gone=step is not None)
+        raise _NotHeld(rank, SNAPSHOT, asked, gone=step is not None)
 
 
 async def _ask_trainer(rank: LocalRank, what: str) -> dict[str, Any]:
@@ -631,17 +630,13 @@ async def _ask_trainer(rank: LocalRank, what: str) -> dict[str, Any]:
 
 
 class _NotHeld(Gone):
-    """No slot holds what was asked for: the answer has these details."""
+    """No slot of ``rank`` holds what was asked for: the answer has these details."""
 
-    def __init__(self, sentence: str, details: Mapping[str, object]) -> None:
-        super().__init__(sentence)
-        self.details = details
-
-
-def _not_held(rank: LocalRank, kind: str, sentence: str, gone: bool) -> _NotHeld:
-    available = [c.step for c in rank.slots.contents(kind)]
-    hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
-    return _NotHeld(f"{sentence}: {hint}", {"available": available, "gone": gone})
+    def __init__(self, rank: LocalRank, kind: str, sentence: str, gone: bool) -> None:
+        available = [c.step for c in rank.slots.contents(kind)]
+        hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
+        super().__init__(f"{sentence}: {hint}")
+        self.details = {"available": available, "gone": gone}
 
 
 def _listing(rank: LocalRank, kind: str) -> list[dict[str, object]]:

@@ -32,7 +32,7 @@ LIMITS = {
     "writes of a part of a core into another part": 0,
     "banned phrases in docstrings and comments": 2,
     "banned phrases in pages": 0,
-    "lines of fabric/": 82_511,
+    "lines of fabric/": 82_514,
     "files of fabric/": 350,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 0.51,
@@ -59,7 +59,7 @@ BUDGETS = {
     "protocol": 11_603,
     "runtime": 3_692,
     "store": 1_383,
-    "transport": 1_070,
+    "transport": 1_073,
 }
 
 MAX_ATTRIBUTES = 20

@@ -217,14 +217,17 @@ class Listener:
                 await asyncio.sleep(_ACCEPT_BACKOFF_S)
                 continue
             place = str(address[0]) if server.family in _INTERNET else "this host"
-            while (wait_s := self._handshakes.young_s(place, _AT_LEAST_S)) > 0:
-                self._handshake_ended.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._handshake_ended.wait()
-            slot = self._handshakes.admit(place, partial(end_connection, sock))
-            assert slot is not None  # each handshake counts as idle
-            self._spawn(self._serve(sock, slot))
+            with ExitStack() as undo:
+                undo.callback(sock.close)
+                while (wait_s := self._handshakes.young_s(place, _AT_LEAST_S)) > 0:
+                    self._handshake_ended.clear()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(wait_s):
+                            await self._handshake_ended.wait()
+                slot = self._handshakes.admit(place, partial(end_connection, sock))
+                assert slot is not None  # each handshake counts as idle
+                self._spawn(self._serve(sock, slot))
+                undo.pop_all()
             # ``accept`` does not yield to the event loop while connections wait, so yield here.
             await asyncio.sleep(0)
 

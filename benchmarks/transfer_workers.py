@@ -112,10 +112,10 @@ def mapped(fd: int, nbytes: int) -> memoryview:
 
 def tensors_of(file: memoryview) -> dict[str, Any]:
     """Every tensor of a snapshot file, in place."""
-    from fabric.ckpt_server.format.safetensors_file import read_header
+    from fabric.ckpt_server.format.safetensors_file import read_preamble
     from fabric.ckpt_server.state.training_state import tensors_of as open_tensors
 
-    return open_tensors(file, read_header(file).tensors)
+    return open_tensors(file, read_preamble(file).tensors)
 
 
 def source(fd: int, run_dir: str) -> None:

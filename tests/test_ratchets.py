@@ -32,20 +32,20 @@ LIMITS = {
     "writes of a part of a core into another part": 0,
     "banned phrases in docstrings and comments": 2,
     "banned phrases in pages": 0,
-    "lines of fabric/": 82_797,
+    "lines of fabric/": 82_514,
     "files of fabric/": 350,
     "packages over their budget of lines": 0,
-    "single-use helpers of at most four lines, per 1,000 lines": 0.52,
-    "functions that only forward": 66,
+    "single-use helpers of at most four lines, per 1,000 lines": 0.51,
+    "functions that only forward": 62,
     "settings": 30,
     "flags and arguments of commands": 87,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.63,
+    "lines of fabric/ per function": 14.67,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {
     "audit": 1_410,
-    "ckpt_server": 10_984,
+    "ckpt_server": 10_853,
     "cli": 4_973,
     "client": 16_631,
     "collectives": 1_241,
@@ -58,8 +58,8 @@ BUDGETS = {
     "plan": 1_571,
     "protocol": 11_603,
     "runtime": 3_692,
-    "store": 1_420,
-    "transport": 1_186,
+    "store": 1_383,
+    "transport": 1_073,
 }
 
 MAX_ATTRIBUTES = 20

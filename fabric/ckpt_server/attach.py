@@ -14,7 +14,6 @@ import mmap
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -24,7 +23,6 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import asdict, replace
 
-import fabric
 from fabric.ckpt_server.wire import gradient_index
 from fabric.ckpt_server.wire.channel_protocol import (
     LOCK_NAME,
@@ -41,7 +39,12 @@ from fabric.errors import ConfigError, ProtocolError, Refused, ServerLost
 from fabric.model import Int64, JobEnd, SnapshotRef, Value
 from fabric.protocol.messages.wire import decode_as
 from fabric.runtime.private_folder import make_private, open_private, socket_path
-from fabric.runtime.process_environment import LAUNCH_MARK, outliving_environment, process_environment
+from fabric.runtime.process_environment import (
+    LAUNCH_MARK,
+    outliving_environment,
+    process_environment,
+    start_helper,
+)
 
 # Starts a checkpoint server from its trainer, in a session of its own, so that it outlives the trainer.
 #
@@ -85,30 +88,26 @@ def start(settings: ServerSettings, deadline: float) -> bool:
 
 
 def _start(settings: ServerSettings, deadline: float) -> bool:
-    output_fd = open_private(settings.run_dir / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     reader, writer = os.pipe()
-    try:
-        with os.fdopen(output_fd, "ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fabric.ckpt_server", *settings.arguments(), f"--ready-fd={writer}"],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(writer,),
-                # The server outlives its trainer and its launcher. The server's environment lacks the
-                # launcher's mark, because a launcher ends all processes with its mark.
-                start_new_session=True,
-                env=outliving_environment(),
-                # The folder from which this package is imported, installed or not.
-                cwd=Path(fabric.__file__).resolve().parent.parent,
-            )
-    except BaseException:
-        os.close(reader)
-        raise
-    finally:
-        os.close(writer)
-    _started[process.pid] = process
     with os.fdopen(reader, "rb", buffering=0) as pipe:
+        try:
+            with os.fdopen(open_private(settings.run_dir / LOG_NAME, flags), "ab") as output:
+                process = start_helper(
+                    "fabric.ckpt_server",
+                    *settings.arguments(),
+                    f"--ready-fd={writer}",
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(writer,),
+                    # The server outlives its trainer and its launcher. The server's environment lacks the
+                    # launcher's mark, because a launcher ends all processes with its mark.
+                    env=outliving_environment(),
+                )
+        finally:
+            os.close(writer)
+        _started[process.pid] = process
         report = _read_report(pipe.fileno(), deadline)
     if report is None:
         process.kill()

@@ -11,12 +11,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import xxhash
 
 from fabric.ckpt_server.durable.reader import (
+    MANIFEST,
+    MAX_JSON_BYTES,
+    METADATA,
     DurableCheckpoint,
-    RankShardFile,
+    Segment,
     list_checkpoints,
     open_checkpoint,
+    parse_rank_shard,
+    rank_shard_name,
 )
 from fabric.ckpt_server.durable.storage import Storage
 from fabric.ckpt_server.fetch.http_source import (
@@ -27,7 +33,13 @@ from fabric.ckpt_server.fetch.http_source import (
     read_exactly,
     refusal,
 )
-from fabric.ckpt_server.format.manifest import block_digest, check_manifest, file_digest, state_digest
+from fabric.ckpt_server.format.manifest import (
+    block_digest,
+    bytes_digest,
+    check_manifest,
+    file_digest,
+    state_digest,
+)
 from fabric.ckpt_server.format.safetensors_file import (
     ELEMENT_BYTES,
     MAX_HEADER_BYTES,
@@ -37,13 +49,11 @@ from fabric.ckpt_server.format.safetensors_file import (
     canonical_json,
     file_order,
     parse_json,
-    read_header,
     read_preamble,
 )
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards, without_shards
 from fabric.errors import ConfigError, IntegrityError, StateError, Unreachable
 from fabric.model import Value
-from fabric.protocol.messages.rank_messages import replica_digest
 from fabric.protocol.rules.lanes import TensorRegion
 from fabric.runtime.http.lighthouse_client import describe
 from fabric.runtime.http.tls import Tls
@@ -53,6 +63,7 @@ _TIMEOUT_S = 30.0
 _MAX_MANIFEST_BYTES = 256 << 20
 _MAX_HEALTH_BYTES = 4 << 10
 _SNAPSHOTS = "/v1/snapshots/"
+_PIECE_BYTES = 4 << 20
 
 
 @contextmanager
@@ -112,7 +123,7 @@ class FileState:
             raise ConfigError(f"{name} cannot be read: {error}") from error
         self._view = memoryview(self._map)
         try:
-            header = read_header(self._view)
+            header = read_preamble(self._view)
         except StateError as error:
             self.close()
             raise StateError(f"{name}: {error}") from error
@@ -194,34 +205,109 @@ class BlockState:
 
 
 class DurableState(BlockState):
-    """One rank's part of a durable checkpoint."""
+    """One rank's part of a durable checkpoint: the file that was snapshotted.
+
+    Raises StateError that names the damaged or missing file.
+    """
 
     def __init__(self, name: str, checkpoint: DurableCheckpoint, rank: int) -> None:
+        storage, listed = checkpoint.storage, checkpoint.manifest["files"]
+        self._storage, self._listed = storage, listed
+        if not 0 <= rank < checkpoint.ranks:
+            raise StateError(f"{storage.url} is of {checkpoint.ranks} ranks and has no rank {rank}")
+        shard = rank_shard_name(rank)
+        data = storage.get(shard, MAX_JSON_BYTES)
+        if bytes_digest(memoryview(data)) != listed[shard]["digest"]:
+            raise IntegrityError(f"{storage.where(shard)} does not match its digest; it is damaged")
+        described = parse_rank_shard(data, storage.where(shard), checkpoint.manifest, rank)
+        self._segments = described.segments
+        for file in {s.file for s in self._segments}:
+            size = storage.size(file)
+            if size != listed[file]["nbytes"]:
+                raise IntegrityError(
+                    f"{storage.where(file)} has {size} bytes and should have {listed[file]['nbytes']}; it is"
+                    " damaged"
+                )
         self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
         try:
-            self._rank_shard = RankShardFile(checkpoint, rank, self._stack)
-            super().__init__(name, self._rank_shard.manifest)
+            super().__init__(name, dict(described.snapshot))
         except BaseException:
             self.close()
             raise
 
     @property
     def digest(self) -> str:
-        """The digest of the whole state; reads and verifies all of it, and every file that it lies in."""
+        """The digest of the whole state; reads and verifies all of it, every file that it lies in, and the
+        index of torch, which also needs bytes that fabric does not read."""
         for _ in self.pieces():
             pass
-        self._rank_shard.verify_files()
+        own = {segment.file for segment in self._segments} | {METADATA} & set(self._listed)
+        wrong = [
+            self._storage.where(name)
+            for name in sorted(own)
+            if self._storage.size(name) != self._listed[name]["nbytes"] or not self._is_whole(name)
+        ]
+        if wrong:
+            verb = "does" if len(wrong) == 1 else "do"
+            raise IntegrityError(
+                f"{' and '.join(wrong)} {verb} not match the digest in {MANIFEST}; torch cannot load the"
+                " checkpoint"
+            )
         return super().digest
 
     def blocks(self, first: int, count: int) -> Iterator[memoryview]:
         for index in range(first, first + count):
             begin, end = self._place(index)
             data = memoryview(bytearray(end - begin))
-            self._rank_shard.fill(data, begin)
+            self.fill(data, begin)
             yield data
+
+    def fill(self, target: memoryview, begin: int) -> None:
+        """Fill ``target`` from byte ``begin`` (where a block begins) on, up to the end of a block,
+        verified."""
+        for segment, offset, low, high in self._parts(begin, begin + len(target)):
+            file = self._file(segment.file)
+            self._storage.read_into(
+                file, segment.file, segment.begin + low - offset, target[low - begin : high - begin]
+            )
+        size: int = self.manifest["block_bytes"]
+        for low in range(0, len(target), size):
+            index = (begin + low) // size
+            if block_digest(target[low : low + size]) != self.manifest["blocks"][index]:
+                touched = {segment.file for segment, *_ in self._parts(*self._place(index))}
+                guilty = [file for file in sorted(touched) if not self._is_whole(file)] or sorted(touched)
+                names = " and ".join(self._storage.where(file) for file in guilty)
+                raise IntegrityError(
+                    f"{names} is damaged: block {index} of the state does not match its digest"
+                )
 
     def close(self) -> None:
         self._stack.close()
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether all of a file matches the manifest; reads the file, to name the damaged one."""
+        hasher, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
+        nbytes: int = self._listed[name]["nbytes"]
+        for begin in range(0, nbytes, _PIECE_BYTES):
+            part = piece[: min(_PIECE_BYTES, nbytes - begin)]
+            self._storage.read_into(self._file(name), name, begin, part)
+            hasher.update(part)
+        return bool(hasher.hexdigest() == self._listed[name]["digest"])
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[Segment, int, int, int]]:
+        """Yield each touched segment, its begin in the file, and the first and last byte wanted there."""
+        offset = 0
+        for segment in self._segments:
+            low, high = max(begin, offset), min(end, offset + segment.nbytes)
+            if low < high:
+                yield segment, offset, low, high
+            offset += segment.nbytes
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(self._storage.open(name))
+        return self._open[name]
 
 
 def _durable(url: str) -> DurableCheckpoint:
@@ -342,9 +428,6 @@ class RemoteState(BlockState):
 # under one name (the stages of a pipeline) do not make one file, and are refused.
 
 
-_PIECE_BYTES = 4 << 20
-
-
 class _RankPart(Value):
     """``span`` of the file of ``state`` holds ``box`` of a tensor. ``again``: an earlier rank has it, too."""
 
@@ -394,21 +477,15 @@ class MergedState:
         self.nbytes = len(self.preamble) + sum(entry.nbytes for entry in sizes)
         spans = read_preamble(memoryview(self.preamble), self.nbytes).tensors
         self.tensors = {span.name: span for span in spans}
-        self.manifest = {"digest": self._named([part.manifest["digest"] for part in self._states])}
+        self.manifest = {"digest": state_digest(first)}
         self._spans, self._begins = spans, [span.begin for span in spans]
         self._parts = {tensor: held for tensor, _, _, held in layout}
 
     @property
     def digest(self) -> str:
         """Of the state, as the job names it; all of durable parts is read and verified for that."""
-        return self._named([part.digest for part in self._states])
-
-    def _named(self, digests: list[str]) -> str:
-        """The digest of the state whose parts have these ``digests``."""
-        manifests = [part.manifest for part in self._states]
-        if any(x["digest"] != digest for x, digest in zip(manifests, digests, strict=True)):
-            return replica_digest(digests)
-        return state_digest(manifests[0])
+        _ = [part.digest for part in self._states]
+        return self.manifest["digest"]
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return bytes of one tensor, counted in the whole file. Raises StateError or Unreachable."""

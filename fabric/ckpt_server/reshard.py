@@ -14,13 +14,13 @@ import itertools
 import math
 import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
 import torch
 
-from fabric.ckpt_server.durable.reader import DurableCheckpoint, RankShardFile
+from fabric.ckpt_server.durable.reader import DurableCheckpoint
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
 from fabric.ckpt_server.fetch.multi_source import runs_of
 from fabric.ckpt_server.format.manifest import BlockDigests, digest_of_blocks, make_manifest
@@ -35,6 +35,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     file_order,
     read_preamble,
 )
+from fabric.ckpt_server.reading import DurableState
 from fabric.ckpt_server.state.dtensor import describe_shard, is_sharded, region_of
 from fabric.ckpt_server.state.training_state import FORMAT, names_of, parameter_names, tensor_at
 from fabric.ckpt_server.state.training_state import parse_description as step_and_tree
@@ -143,18 +144,18 @@ class StoredRankFile(RankFile):
         super().__init__(rank)
         self._checkpoint = checkpoint
         self._stack = stack
-        self._shard_file: RankShardFile | None = None
+        self._state: DurableState | None = None
 
     def _read(self, blocks: Collection[int]) -> None:
-        if self._shard_file is None:
-            self._shard_file = RankShardFile(self._checkpoint, self.rank, self._stack)
-            self.manifest = self._shard_file.manifest
-        shard, size = self._shard_file, self.manifest["block_bytes"]
-        file = self._memory(shard.nbytes)
+        url = self._checkpoint.storage.url
+        if self._state is None:
+            self._state = self._stack.enter_context(closing(DurableState(url, self._checkpoint, self.rank)))
+            self.manifest = self._state.manifest
+        size, file = self.manifest["block_bytes"], self._memory(self._state.nbytes)
         for run in runs_of(sorted(blocks)):
             target = file[run.first * size : (run.first + run.count) * size]
-            shard.fill(target, run.first * size)
-            self.sources[shard.storage.url] = self.sources.get(shard.storage.url, 0) + len(target)
+            self._state.fill(target, run.first * size)
+            self.sources[url] = self.sources.get(url, 0) + len(target)
 
 
 _MOST_RUNS = 4096  # the most runs of a piece: if a piece has more, one run covers all of them
@@ -370,7 +371,9 @@ class ReshardPlan:
             return self._tensor(nodes, live, path)
         if isinstance(live, _Entries) and all(_is_plain(node) for node in nodes.values()):
             return self._entries(nodes, live, path)
-        if isinstance(live, _GroupNames) and all(_are_names(node) for node in nodes.values()):
+        if isinstance(live, _GroupNames) and all(
+            isinstance(node, list) and all(isinstance(name, str) for name in node) for node in nodes.values()
+        ):
             return self._group(nodes, live, path)
         if isinstance(first, dict):
             if not all(isinstance(node, dict) and set(node) == set(first) for node in nodes.values()):
@@ -549,10 +552,6 @@ def _inner(nodes: Mapping[int, Any], key: Any) -> dict[int, Any]:
 
 def _is_plain(node: Any) -> bool:
     return isinstance(node, dict) and not any(key.startswith("$") for key in node)
-
-
-def _are_names(node: Any) -> bool:
-    return isinstance(node, list) and all(isinstance(name, str) for name in node)
 
 
 def _check_known(there: Set[str], everywhere: Set[str], path: str) -> None:

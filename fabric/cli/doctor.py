@@ -30,8 +30,7 @@ from fabric.runtime.config import (
     refuse_unknown_variables,
     settings,
 )
-from fabric.runtime.http import parse_ports
-from fabric.runtime.http.http_service import bind_first_free
+from fabric.runtime.http import bind_first_free, parse_ports
 from fabric.runtime.http.lighthouse_client import describe, permanent_cause, understood
 from fabric.runtime.system_calls import (
     NetworkInterface,

@@ -20,7 +20,7 @@ from fabric.errors import ConfigError
 from fabric.health.localise import Scope
 from fabric.lighthouse.history.recovery import CAPACITY, DOWN, NAMED, Absence, RecoveryRecord
 from fabric.model import HostFailure, Value
-from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
+from fabric.runtime.http.http_service import ConnectionMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -80,8 +80,7 @@ class LighthouseMetrics:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self.connections = ConnectionLimit()
-        registry.register(ConnectionMetrics(_PREFIX + "http_", self.connections))
+        self.connections = ConnectionMetrics(registry, _PREFIX + "http_").limit
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(_PREFIX + name, text, labels, registry=registry)

@@ -39,10 +39,6 @@ def open_store(
     ``access`` holds the credentials for etcd (the URL sets its ``tls``). ``attempt_timeout_s`` bounds each
     attempt at an endpoint, or the wait for a file's lock. Raises ConfigError.
     """
-    if not 0 < attempt_timeout_s <= 3600:
-        raise ConfigError(
-            f"attempt_timeout_s is {attempt_timeout_s}, it must be above 0 and at most 3600 seconds."
-        )
     scheme, _, rest = url.partition(":")
     if access is not None and access != EtcdAccess() and scheme not in ("etcd", "etcds"):
         raise ConfigError(

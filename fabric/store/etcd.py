@@ -36,6 +36,7 @@ from fabric.store.etcd_http import Answer, EtcdAccess, Gateway, GatewayFailure, 
 
 # Keys per page of a list: a page of the largest values stays below the limit on an answer's size.
 PAGE_KEYS = 16
+_MISSING = Answer()  # where the lease of a request is not there
 
 
 class EtcdStore:
@@ -98,26 +99,22 @@ class EtcdStore:
 
     async def commit(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
         check_transaction(compares, operations)
-        gateway = self._connected()
         request = etcd_http.transaction_request(compares, operations, self._store_id)
-        refusals: list[str] = []
-        for endpoint in gateway.in_order():
-            try:
-                answer = await gateway.post(endpoint, "/v3/kv/txn", request, fresh=True)
-            except StoreIndefinite:
-                gateway.avoid(endpoint)
-                raise
-            except StoreUnavailable as error:
-                gateway.avoid(endpoint)
-                refusals.append(str(error))
-                continue
-            if not isinstance(answer, GatewayFailure):
-                return self._outcome(endpoint, answer)
-            if not answer.is_no_leader:
-                raise self._write_failure(endpoint, answer, operations)
-            gateway.avoid(endpoint)
-            refusals.append(f"The etcd endpoint {endpoint} has no leader.")
-        raise _unavailable(refusals)
+        leases = [item.lease for item in operations if isinstance(item, Put) and item.lease]
+        answer = await self._anywhere(
+            "/v3/kv/txn", request, writes=True, once=True, missing_is_fine=bool(leases)
+        )
+        if answer is _MISSING:
+            raise lease_gone(leases[0])
+        if answer.succeeded:
+            self._revision = max(self._revision, answer.header.revision)
+            return answer.header.revision
+        if self._store_id and answer.failed_store_id != self._store_id.encode():
+            raise StoreReplaced(
+                f"The etcd is no longer the store {self._store_id}: it was wiped or replaced, nothing was "
+                "written; connect again and read everything again."
+            )
+        return None
 
     async def grant_lease(self, ttl_s: float) -> Lease:
         # etcd counts whole seconds: round up, so that the TTL is never shorter than the caller's TTL.
@@ -184,19 +181,22 @@ class EtcdStore:
         return answer
 
     async def _anywhere(
-        self, path: str, request: Json, *, writes: bool, missing_is_fine: bool = False
+        self, path: str, request: Json, *, writes: bool, once: bool = False, missing_is_fine: bool = False
     ) -> Answer:
-        """Send a request that may be repeated, to one endpoint after the other.
+        """Send a request to one endpoint after the other, and repeat it unless it may be applied ``once``.
 
         Raises StoreUnavailable when no endpoint answered. With ``writes``, raises StoreIndefinite when an
         endpoint may have applied the request.
         """
-        gateway = self._connected()
+        gateway = self._gateway
+        if gateway is None:
+            raise StoreError("The etcd store is not connected: call connect() first.")
         refusals: list[str] = []
         lost: StoreIndefinite | None = None
+        what = "a transaction" if once else path
         for endpoint in gateway.in_order():
             try:
-                answer = await gateway.post(endpoint, path, request)
+                answer = await gateway.post(endpoint, path, request, fresh=once)
             except StoreIndefinite as error:
                 lost = error
                 refusals.append(str(error))
@@ -206,39 +206,21 @@ class EtcdStore:
                 if not isinstance(answer, GatewayFailure):
                     return self._check_cluster(endpoint, answer)
                 if answer.code == etcd_http.NOT_FOUND and missing_is_fine:
-                    return Answer()
+                    return _MISSING
                 if answer.is_definite and not answer.is_no_leader:
-                    raise StoreError(f"The etcd endpoint {endpoint} refused {path}: {answer.text}.")
+                    raise StoreError(f"The etcd endpoint {endpoint} refused {what}: {answer.text}.")
                 refusals.append(f"The etcd endpoint {endpoint} failed ({answer.text}).")
+                if once and not answer.is_no_leader:
+                    lost = StoreIndefinite(
+                        f"The etcd endpoint {endpoint} failed in {what} ({answer.text}): it may or may not "
+                        "have been applied, read again before going on."
+                    )
             gateway.avoid(endpoint)
+            if once and lost is not None:
+                raise lost
         if writes and lost is not None:
             raise lost
         raise _unavailable(refusals) from lost
-
-    def _outcome(self, endpoint: str, answer: Answer) -> int | None:
-        self._check_cluster(endpoint, answer)
-        if answer.succeeded:
-            self._revision = max(self._revision, answer.header.revision)
-            return answer.header.revision
-        if self._store_id and answer.failed_store_id != self._store_id.encode():
-            raise StoreReplaced(
-                f"The etcd at {endpoint} is no longer the store {self._store_id}: it was wiped or replaced, "
-                "nothing was written; connect again and read everything again."
-            )
-        return None
-
-    def _write_failure(
-        self, endpoint: str, answer: GatewayFailure, operations: Sequence[Operation]
-    ) -> StoreError:
-        leases = [item.lease for item in operations if isinstance(item, Put) and item.lease]
-        if answer.code == etcd_http.NOT_FOUND and leases:
-            return lease_gone(leases[0])
-        if answer.is_definite:
-            return StoreError(f"The etcd endpoint {endpoint} refused a transaction: {answer.text}.")
-        return StoreIndefinite(
-            f"The etcd endpoint {endpoint} failed in a transaction ({answer.text}): it may or may not have "
-            "been applied, read again before going on."
-        )
 
     def _check_cluster(self, endpoint: str, answer: Answer) -> Answer:
         cluster_id = answer.header.cluster_id[:40]
@@ -250,11 +232,6 @@ class EtcdStore:
                 )
             self._cluster_id = cluster_id
         return answer
-
-    def _connected(self) -> Gateway:
-        if self._gateway is None:
-            raise StoreError("The etcd store is not connected: call connect() first.")
-        return self._gateway
 
 
 def _unavailable(refusals: Sequence[str]) -> StoreUnavailable:

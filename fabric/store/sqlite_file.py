@@ -21,7 +21,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -175,11 +175,11 @@ class SqliteFile:
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         # Before the first change, check whether this file is ours, new, or another program's.
-        with self._transaction(connection, "BEGIN"):
+        with self._transaction("BEGIN"):
             self._check_owner(connection)
         self._switch_to_log(connection)
         connection.execute("PRAGMA synchronous=FULL")
-        with self._transaction(connection, "BEGIN IMMEDIATE"):
+        with self._transaction("BEGIN IMMEDIATE"):
             if self._check_owner(connection):
                 for statement in SCHEMA.strip().split(";\n"):
                     connection.execute(statement)
@@ -214,14 +214,25 @@ class SqliteFile:
             )
 
     @contextmanager
-    def _transaction(self, connection: sqlite3.Connection, begin: str) -> Iterator[None]:
-        connection.execute(begin)
+    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
+        """Give the connection in a transaction, which an error in the block takes back."""
         try:
-            yield
-        except BaseException:
+            self._connection.execute(begin)
+            try:
+                yield self._connection
+            except BaseException:
+                self._roll_back()
+                raise
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+        try:
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            # The log may or may not hold a complete transaction: the next open of the file decides.
             self._roll_back()
-            raise
-        connection.execute("COMMIT")
+            raise StoreIndefinite(
+                f"The store {self._path} did not confirm a write ({error}): read it again before going on."
+            ) from error
 
     def _check_owner(self, connection: sqlite3.Connection) -> bool:
         """Whether the file is new. Raises StoreError when another program or version made it."""
@@ -255,38 +266,17 @@ class SqliteFile:
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """Give a consistent view without expired leases."""
         self._check_identity()
-        try:
-            if self._expired():
-                with self._writing():
-                    self._expire()
-            self._connection.execute("BEGIN")
-            try:
-                yield self._connection
-            finally:
-                self._roll_back()
-        except sqlite3.Error as error:
-            raise self._translated(error) from error
+        with self._transaction("BEGIN"):
+            expired = self._expired()
+        if expired:
+            with self._writing():
+                self._expire()
+        with self._transaction("BEGIN") as connection:
+            yield connection
 
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def _writing(self) -> AbstractContextManager[sqlite3.Connection]:
         self._check_identity()
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._connection
-            except BaseException:
-                self._roll_back()
-                raise
-        except sqlite3.Error as error:
-            raise self._translated(error) from error
-        try:
-            self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            # The log may or may not hold a complete transaction: the next open of the file decides.
-            self._roll_back()
-            raise StoreIndefinite(
-                f"The store {self._path} did not confirm a write ({error}): read it again before going on."
-            ) from error
+        return self._transaction("BEGIN IMMEDIATE")
 
     def _roll_back(self) -> None:
         # After some errors SQLite has already ended the transaction, and a failed disk may refuse.

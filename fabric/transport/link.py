@@ -205,7 +205,7 @@ class Link:
             return
         except OSError as error:
             self.silent = error.errno in _SILENCE
-            self.abort(f"{self.peer} is gone: {_words(error)}")
+            self.abort(f"{self.peer} is gone: {words_of(error)}")
             return
         if not data:
             # The error that ended the link may have occurred in a write.
@@ -279,7 +279,7 @@ class _Outbox:
         try:
             return self._flush()
         except OSError as error:
-            self.failure, self.silent = _words(error), error.errno in _SILENCE
+            self.failure, self.silent = words_of(error), error.errno in _SILENCE
             self._frames.clear()
             self.queued_bytes = 0
             return False
@@ -307,5 +307,7 @@ class _Outbox:
         return False
 
 
-def _words(error: OSError) -> str:
-    return os.strerror(error.errno).lower() if error.errno else str(error)
+def words_of(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):  # its number is not one of the system's errors
+        return str(error.strerror).lower()
+    return os.strerror(error.errno).lower() if error.errno else str(error.strerror or error)

@@ -14,11 +14,11 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 import socket
 import struct
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -26,11 +26,13 @@ from functools import partial
 
 from fabric.errors import ConfigError, FabricError, ProtocolError, Refused, Unconnected, Unreachable
 from fabric.runtime import logs
+from fabric.runtime.http import bind_first_free
+from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionSlot, Limits, end_connection
 from fabric.runtime.private_folder import peer_of
 from fabric.transport import greeting as proof
 from fabric.transport.connecting import connect
 from fabric.transport.greeting import MAX_HANDSHAKE_BYTES, Greeting
-from fabric.transport.link import HEADER_BYTES, frame
+from fabric.transport.link import HEADER_BYTES, frame, words_of
 
 # Links between processes on one host: a unix socket beside the TCP socket.
 #
@@ -82,9 +84,6 @@ def check_user(sock: socket.socket) -> None:
         raise Refused(f"the other end on this host belongs to user {uid}, not to {os.geteuid()}: use TCP")
 
 
-# The unfinished handshakes of a listener, which accepts every connection and drops old handshakes for
-# room.
-#
 # A stranger needs no token to connect, and may stay silent for as long as a handshake may take. If the
 # listener waited for silent connections, some hundred of them would keep a job's own links from forming.
 # So the listener always accepts, and drops the oldest handshake when there are too many. If one address
@@ -96,82 +95,6 @@ MAX_HANDSHAKES = 256
 # A member of a large job answers within this time, even if all others dial at once. No handshake younger than
 # this is dropped for another address.
 _AT_LEAST_S = 0.25
-_TELL_EVERY_S = 60.0
-
-
-@dataclass(eq=False, slots=True)
-class Handshake:
-    """A handshake that began at ``begun``, by the loop's clock; ``drop`` ends it."""
-
-    address: str
-    begun: float
-    drop: Callable[[], object]
-
-
-class Handshakes:
-    """The handshakes under way, the oldest first."""
-
-    def __init__(self, most: int = MAX_HANDSHAKES) -> None:
-        self._most = most
-        self._open: dict[Handshake, None] = {}
-        self._of: Counter[str] = Counter()
-        self._ended = asyncio.Event()
-        self._dropped = 0
-        self._told = float("-inf")
-
-    def begin(self, address: str, drop: Callable[[], object]) -> Handshake:
-        handshake = Handshake(address, asyncio.get_running_loop().time(), drop)
-        self._open[handshake] = None
-        self._of[address] += 1
-        return handshake
-
-    def end(self, handshake: Handshake) -> None:
-        if handshake in self._open:
-            del self._open[handshake]
-            self._of[handshake.address] -= 1
-            if not self._of[handshake.address]:
-                del self._of[handshake.address]
-            self._ended.set()
-
-    async def make_room(self, address: str) -> None:
-        """Return when the next connection may be accepted; the last one came from ``address``."""
-        if self._of[address] > self._most // 2:
-            self._drop(next(h for h in self._open if h.address == address))
-        while len(self._open) > self._most:
-            oldest = next(iter(self._open))
-            wait_s = oldest.begun + _AT_LEAST_S - asyncio.get_running_loop().time()
-            if wait_s <= 0:
-                self._drop(oldest)
-                continue
-            self._ended.clear()
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._ended.wait()
-            except TimeoutError:
-                continue
-        # ``accept`` does not yield to the event loop while connections wait, so yield here.
-        await asyncio.sleep(0)
-
-    def drop_oldest(self) -> None:
-        """Drop the oldest handshake, if any, which frees a descriptor."""
-        oldest = next(iter(self._open), None)
-        if oldest is not None:
-            self._drop(oldest)
-
-    def _drop(self, handshake: Handshake) -> None:
-        self.end(handshake)
-        handshake.drop()
-        self._dropped += 1
-        now = asyncio.get_running_loop().time()
-        if now - self._told >= _TELL_EVERY_S:
-            self._told = now
-            logger.warning(
-                "too many connections send no greeting: the oldest was dropped, from %s, %d so far: look who"
-                " opens them",
-                handshake.address,
-                self._dropped,
-            )
-
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +145,7 @@ class ListenerIdentity:
 class Listener:
     """Accepts links for one identity and hands each authenticated socket to ``on_connection``.
 
-    ``admit`` may refuse a greeting with a sentence, which the dialler gets as Refused. The socket is
+    The socket is
     non-blocking and belongs to the callback. ``close`` ends the accepting, and unfinished handshakes.
     """
 
@@ -231,18 +154,18 @@ class Listener:
         identity: ListenerIdentity,
         token: bytes | Tokens,
         on_connection: OnConnection,
-        admit: Callable[[Greeting], str] | None = None,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         self.identity = identity
         self._tokens: Tokens = token if callable(token) else lambda: (token,)
         self._on_connection = on_connection
-        self._admit = admit
         self._handshake_s = handshake_s
         self._server: socket.socket | None = None
         self._local: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handshakes = Handshakes()
+        limits = Limits(MAX_HANDSHAKES, MAX_HANDSHAKES)
+        self._handshakes = ConnectionLimit(limits, idle="without a greeting")
+        self._handshake_ended = asyncio.Event()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -252,12 +175,13 @@ class Listener:
         host, port = self._server.getsockname()[:2]
         return str(host), int(port)
 
-    async def start(self, host: str, ports: Sequence[int] = (0,), local: bool = False) -> None:
+    async def start(self, host: str, ports: range = range(1), local: bool = False) -> None:
         """Bind the first free port of ``ports`` (0: any) and accept; with ``local`` on a unix socket too.
 
         The unix socket is for links from this host. Raises ConfigError where no port can be bound.
         """
-        self._server = await _bind(host, ports)
+        self._server = bind_first_free(host, ports)
+        self._server.listen(_BACKLOG)
         own = self.identity
         name = local_name(own.job, own.replica, own.rank, self.address[1])
         self._local = listen_locally(name) if local else None
@@ -288,16 +212,26 @@ class Listener:
                 sock, address = await loop.sock_accept(server)
             except OSError as error:
                 # No descriptor is left, or the client left the queue: make room, and accept the next client
-                self._handshakes.drop_oldest()
+                self._handshakes.close_one()
                 logger.warning("could not accept a connection: %s", error)
                 await asyncio.sleep(_ACCEPT_BACKOFF_S)
                 continue
             place = str(address[0]) if server.family in _INTERNET else "this host"
-            handshake = self._handshakes.begin(place, partial(_end, sock))
-            self._spawn(self._serve(sock, handshake))
-            await self._handshakes.make_room(place)
+            with ExitStack() as undo:
+                undo.callback(sock.close)
+                while (wait_s := self._handshakes.young_s(place, _AT_LEAST_S)) > 0:
+                    self._handshake_ended.clear()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(wait_s):
+                            await self._handshake_ended.wait()
+                slot = self._handshakes.admit(place, partial(end_connection, sock))
+                assert slot is not None  # each handshake counts as idle
+                self._spawn(self._serve(sock, slot))
+                undo.pop_all()
+            # ``accept`` does not yield to the event loop while connections wait, so yield here.
+            await asyncio.sleep(0)
 
-    async def _serve(self, sock: socket.socket, handshake: Handshake) -> None:
+    async def _serve(self, sock: socket.socket, slot: ConnectionSlot) -> None:
         handed_on = False
         try:
             sock.setblocking(False)
@@ -316,7 +250,8 @@ class Listener:
         except FabricError as error:
             logger.warning("a connection was refused: %s", error)
         finally:
-            self._handshakes.end(handshake)
+            slot.leave()
+            self._handshake_ended.set()
             if not handed_on:
                 sock.close()
 
@@ -364,8 +299,6 @@ class Listener:
                 f"rank {greeting.rank} of {who} reached rank {own.rank} of {own.replica!r}: "
                 "the address was taken over, wait for the next epoch"
             )
-        if self._admit is not None and (reason := self._admit(greeting)):
-            raise Refused(reason)
 
 
 async def dial(
@@ -404,7 +337,7 @@ async def _dial_host(
             why = f"nothing came back within {within_s:g} s, check the network between"
             raise Unconnected(f"{whom} cannot be reached: {why}") from error
         except OSError as error:
-            raise Unconnected(f"{whom} cannot be reached: {_words(error)}") from error
+            raise Unconnected(f"{whom} cannot be reached: {words_of(error)}") from error
         undo.callback(sock.close)
         try:
             async with asyncio.timeout(timeout_s):
@@ -421,7 +354,7 @@ async def _dial_host(
                 f"{whom} did not answer within {timeout_s:g} s: check that it runs and is reachable"
             ) from error
         except OSError as error:
-            raise Unreachable(f"{whom} cannot be reached: {_words(error)}") from error
+            raise Unreachable(f"{whom} cannot be reached: {words_of(error)}") from error
         undo.pop_all()
         return sock
 
@@ -491,46 +424,10 @@ def sending_s(sock: socket.socket) -> float:
 
 def parse_address(address: str) -> tuple[str, int]:
     """Return host and port of "host:port" or "[v6]:port"; raises ConfigError."""
-    host, colon, port = address.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        host = ""
-    if (
-        not colon
-        or not host
-        or not port.isascii()
-        or not port.isdigit()
-        or len(port) > 5
-        or int(port) > 65535
-    ):
+    form = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+)):(\d{1,5})", address, re.ASCII)
+    if form is None or int(form[3]) > 65535:
         raise ConfigError(f"{address[:80]!r} is not an address: write host:port")
-    return host, int(port)
-
-
-async def _bind(host: str, ports: Sequence[int]) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    try:
-        addresses = await loop.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(
-            f"{host!r} cannot be bound ({_words(error)}): name an address of this host"
-        ) from error
-    family, _, _, _, target = addresses[0]
-    last = "no port was tried"
-    for port in ports:
-        server = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((target[0], port, *target[2:]))
-            server.listen(_BACKLOG)
-        except OSError as error:
-            server.close()
-            last = _words(error)
-            continue
-        return server
-    span = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
-    raise ConfigError(f"no port of {span} on {host!r} can be bound ({last}): free one or widen it")
+    return form[1] or form[2], int(form[3])
 
 
 async def _greet(sock: socket.socket, greeting: Greeting, token: bytes) -> None:
@@ -561,15 +458,3 @@ async def _receive_exactly(sock: socket.socket, count: int) -> bytes:
             raise ConnectionResetError(0, "the other side closed during the greeting")
         data += piece
     return data
-
-
-def _end(sock: socket.socket) -> None:
-    """End the connection: its reader sees the end."""
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-def _words(error: OSError) -> str:
-    if isinstance(error, socket.gaierror):  # its number is not one of the system's errors
-        return str(error.strerror).lower()
-    return os.strerror(error.errno).lower() if error.errno else str(error.strerror or error)

@@ -211,10 +211,10 @@ def as_shards(file: bytes, name: str, shape: list[int], offset: list[int]) -> by
         build_preamble,
         canonical_json,
         parse_json,
-        read_header,
+        read_preamble,
     )
 
-    header = read_header(memoryview(file))
+    header = read_preamble(memoryview(file))
     tree = parse_json(header.metadata)
     placed = {"shape": shape, "offset": offset, "mesh": [["dp"], [2]], "placements": ["S(0)"]}
     tree["state"]["part"][name] = {"$shard": [tree["state"]["part"][name], placed]}

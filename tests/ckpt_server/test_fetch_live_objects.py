@@ -12,6 +12,7 @@ import xxhash
 
 from fabric.ckpt_server.attach import ServerHandle
 from fabric.ckpt_server.fetch.fetcher import StateFetcher
+from fabric.ckpt_server.fetch.multi_source import RangeQueue
 from fabric.ckpt_server.state.snapshot import CpuCopier, build_manifest
 from fabric.ckpt_server.state.training_state import capture, restore, verify
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
@@ -75,7 +76,7 @@ def publish(handle: ServerHandle, state: dict[str, object], step: int, slot: int
 
 @pytest.mark.parametrize("same_host", [False, True])
 def test_a_joining_replica_takes_the_state_from_three_servers_one_of_which_dies(
-    servers, same_host: bool
+    servers, same_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     three = servers(3)
     veteran, joiner = objects(1, 1200), objects(2, 1200)  # 17 MB: several blocks
@@ -85,18 +86,20 @@ def test_a_joining_replica_takes_the_state_from_three_servers_one_of_which_dies(
     state = refs.pop()
     killed = threading.Event()
 
-    def kill_one(received: int, nbytes: int) -> None:
-        if received and not killed.is_set():
+    def kill_one(queue: RangeQueue, block: int, finished=RangeQueue.finished) -> None:
+        finished(queue, block)
+        if not killed.is_set():
             killed.set()
             os.kill(three[0].pid, signal.SIGKILL)
 
+    monkeypatch.setattr(RangeQueue, "finished", kill_one)
     buffers: list[bytearray] = []
 
     def allocate(nbytes: int) -> memoryview:
         buffers.append(bytearray(nbytes))
         return memoryview(buffers[0])
 
-    fetch = StateFetcher(TOKEN, range_bytes=4 << 20, timeout_s=10.0, progress=kill_one)
+    fetch = StateFetcher(TOKEN, range_bytes=4 << 20, timeout_s=10.0)
     fetch.same_host = same_host
     done = fetch.fetch_state([handle.url for handle in three], state, allocate)
     assert killed.is_set()

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.ckpt_server.format.safetensors_file import parse_json, read_header
+from fabric.ckpt_server.format.safetensors_file import parse_json, read_preamble
 from fabric.ckpt_server.state.encoding import (
     FILE_DTYPE,
     RAW_DTYPE,
@@ -208,14 +208,14 @@ def test_a_header_that_would_exhaust_memory_or_stack_is_refused() -> None:
         with pytest.raises(StateError):
             parse_json(text)
     with pytest.raises(StateError, match="no safetensors file"):
-        read_header(memoryview((1 << 62).to_bytes(8, "little") + b"{}"))
+        read_preamble(memoryview((1 << 62).to_bytes(8, "little") + b"{}"))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_headers_keys_may_stand_in_any_order(seed: int) -> None:
     keys = [("dtype", '"F32"'), ("shape", "[2,3]"), ("data_offsets", "[0,24]"), ("more", '{"a":1}')]
     random.Random(seed).shuffle(keys)
-    header = read_header(memoryview(_file(keys)))
+    header = read_preamble(memoryview(_file(keys)))
     assert [(span.name, span.dtype, span.shape) for span in header.tensors] == [("x", "F32", (2, 3))]
 
 
@@ -223,7 +223,7 @@ def test_a_headers_keys_may_stand_in_any_order(seed: int) -> None:
 def test_a_header_with_a_repeated_key_is_refused(key: str) -> None:
     keys = [("data_offsets", "[0,24]"), ("dtype", '"F32"'), ("shape", "[2,3]")]
     with pytest.raises(StateError, match="a key occurs twice"):
-        read_header(memoryview(_file([*keys, (key, dict(keys)[key])])))
+        read_preamble(memoryview(_file([*keys, (key, dict(keys)[key])])))
 
 
 def _file(keys: list[tuple[str, str]]) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from fabric.ckpt_server.format.manifest import file_digest
-from fabric.ckpt_server.format.safetensors_file import read_header
+from fabric.ckpt_server.format.safetensors_file import read_preamble
 from fabric.ckpt_server.state.training_state import (
     StateView,
     capture,
@@ -105,7 +105,7 @@ def test_file_is_valid_safetensors_aligned_and_its_digest_the_live_one() -> None
     loaded = safetensors.torch.load(bytes(file))
     assert torch.equal(loaded["model/conv.weight"], objects["model"].conv.weight)
     assert set(loaded) == {name for name, _ in view.tensors}
-    header = read_header(memoryview(file))
+    header = read_preamble(memoryview(file))
     assert header.nbytes % 64 == 0
     sizes = {"F32": 4, "I64": 8}
     assert all(span.begin % sizes.get(span.dtype, 1) == 0 for span in header.tensors)
@@ -403,7 +403,7 @@ def test_damaged_files_are_refused_whatever_is_damaged() -> None:
     veteran = make(1)
     train(veteran, 1)
     file = to_bytes(capture(veteran, 1))
-    header = read_header(memoryview(file)).nbytes
+    header = read_preamble(memoryview(file)).nbytes
     generator = torch.Generator().manual_seed(0)
     joiner = make(2)
     before = snapshot(joiner)

@@ -80,9 +80,3 @@ def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
         with pytest.raises(ConfigError) as caught:
             open_store(url)
         assert "hunter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
-def test_a_timeout_that_makes_no_sense_is_refused(timeout_s: float) -> None:
-    with pytest.raises(ConfigError, match="attempt_timeout_s"):
-        open_store("etcd://a", attempt_timeout_s=timeout_s)

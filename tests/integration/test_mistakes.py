@@ -127,7 +127,7 @@ def test_each_setting_that_cannot_be_is_refused(idle):
 def test_a_port_that_is_taken(idle):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"no port of {port} on '127.0.0.1' can be bound" in refused(
+        assert f"port {port} on 127.0.0.1 is taken by another process" in refused(
             idle, FABRIC_BIND=f"127.0.0.1:{port}"
         )
     leaves_nothing(idle)

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
@@ -82,6 +83,23 @@ def test_an_address_whose_requests_fill_its_share_is_refused():
     assert room.enter("attacker") is not None
 
 
+def test_a_caller_may_wait_until_no_young_connection_is_closed_for_another_address(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    room = Room(total=4, idle=4)
+    for name in ("attacker", "attacker", "a"):
+        room.enter(name)
+    assert room.limit.young_s("b", 0.25) == 0.0, "there is room"
+    room.enter("b")
+    now += 0.1
+    assert room.limit.young_s("c", 0.25) == pytest.approx(0.15)
+    assert room.limit.young_s("attacker", 0.25) == 0.0, "it loses its own at once"
+    now += 0.2
+    assert room.limit.young_s("c", 0.25) < 0
+    room.enter("c").leave()
+    assert room.closed == ["attacker"] and room.limit.young_s("c", 0.25) == 0.0
+
+
 def test_idle_connections_have_a_lower_limit_than_all_connections():
     room = Room(total=100, idle=10)
     for number in range(30):
@@ -114,7 +132,7 @@ def test_many_strangers_are_one_line_in_the_log(caplog):
     for number in range(50):
         room.enter(f"host {number}")
     (line,) = caplog.messages
-    assert "an idle one was closed, from host 0" in line
+    assert "4 of them idle, and the oldest of these was closed, from host 0" in line
 
 
 @pytest.mark.parametrize(

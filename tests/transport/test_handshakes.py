@@ -8,63 +8,12 @@ import pytest
 import uvloop
 
 from fabric.transport.greeting import Greeting
-from fabric.transport.tcp import MAX_HANDSHAKES, Handshakes, Listener, ListenerIdentity, dial
+from fabric.transport.tcp import MAX_HANDSHAKES, Listener, ListenerIdentity, dial
 
 TOKEN = b"token"
 DEADLINE_S = 60.0
 # This time limit is longer than the test: only making room can free a handshake.
 NEVER_S = 1000.0
-
-
-class Open:
-    """Handshakes of a clock that stands still, and which of them were dropped."""
-
-    def __init__(self, most: int) -> None:
-        self.handshakes = Handshakes(most)
-        self.dropped: list[str] = []
-
-    def begin(self, address: str, name: str = ""):
-        return self.handshakes.begin(address, lambda: self.dropped.append(name or address))
-
-
-async def test_an_address_with_too_many_handshakes_loses_its_own_at_once():
-    found = Open(most=4)
-    found.begin("victim")
-    for number in range(10):
-        found.begin("attacker", str(number))
-        await found.handshakes.make_room("attacker")
-    assert found.dropped == [str(number) for number in range(8)]
-
-
-async def test_no_young_connection_is_dropped_for_another_address():
-    found = Open(most=4)
-    begun = [found.begin(f"host {number}") for number in range(5)]
-    waiting = asyncio.create_task(found.handshakes.make_room("host 4"))
-    await asyncio.sleep(0)
-    assert not found.dropped and not waiting.done()
-    found.handshakes.end(begun[2])
-    await asyncio.wait_for(waiting, DEADLINE_S)
-    assert not found.dropped
-
-
-async def test_the_oldest_connection_goes_when_its_time_is_over(caplog):
-    found = Open(most=4)
-    for number in range(8):
-        found.begin(f"host {number}")
-    async with asyncio.timeout(DEADLINE_S):
-        await found.handshakes.make_room("host 7")
-    assert found.dropped == [f"host {number}" for number in range(4)]
-    assert len(caplog.messages) == 1, "one line, however many are dropped"
-
-
-async def test_a_writer_that_ends_twice_is_counted_once():
-    found = Open(most=2)
-    one = found.begin("a")
-    found.handshakes.end(one)
-    found.handshakes.end(one)
-    found.begin("a")
-    await found.handshakes.make_room("a")
-    assert not found.dropped
 
 
 def connect_strangers(stack: ExitStack, address: tuple[str, int], addresses: int, says: bytes) -> None:

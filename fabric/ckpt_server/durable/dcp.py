@@ -10,10 +10,10 @@ tensor is stored as ``rankN.NAME``."""
 
 import io
 import uuid
-import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -35,14 +35,12 @@ except ImportError:  # before torch 2.15 the class has a private home only
 
 from fabric.ckpt_server.durable.reader import MAX_JSON_BYTES, METADATA
 from fabric.ckpt_server.durable.storage import Storage, storage_errors
-from fabric.ckpt_server.format.safetensors_file import read_header
+from fabric.ckpt_server.format.manifest import bytes_digest
+from fabric.ckpt_server.format.safetensors_file import read_preamble
 from fabric.ckpt_server.state.dtensor import LocalParts
 from fabric.ckpt_server.state.encoding import DTYPE_BY_NAME, StateDecoder
 from fabric.ckpt_server.state.training_state import host_bytes, parse_description, tensor_at
 from fabric.errors import StateError
-
-_KEPT_BYTES = 64 << 10
-_LOCAL_HEADER_BYTES = 30
 
 
 class DigestingFile:
@@ -52,7 +50,7 @@ class DigestingFile:
         self._file = file
         self._hasher = xxhash.xxh3_128()
         self.nbytes = 0
-        self.pieces: list[tuple[int, bytes]] = []  # small writes since ``mark``, each with its first offset
+        self.written: dict[tuple[int, int], int] = {}  # address and size of each written memory -> its place
 
     @property
     def digest(self) -> str:
@@ -62,63 +60,27 @@ class DigestingFile:
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._hasher.update(view)
-        if len(view) <= _KEPT_BYTES:
-            self.pieces.append((self.nbytes, bytes(view)))
+        if len(view):
+            self.written[np.frombuffer(view, np.uint8).ctypes.data, len(view)] = self.nbytes
         self.nbytes += len(view)
         return len(view)
 
     def flush(self) -> None:
         """As a file does."""
 
-    def mark(self) -> int:
-        """Return where the next byte goes, and forget the bytes kept."""
-        self.pieces = []
-        return self.nbytes
+    def save(self, tensor: torch.Tensor) -> int:
+        """Write a tensor as ``torch.save`` does. Return where the bytes of the tensor begin, if it has any.
 
-
-class _WrittenTail(io.RawIOBase):
-    """The kept writes since a mark, as a file: enough to read the directory of a zip file."""
-
-    def __init__(self, begin: int, end: int, pieces: list[tuple[int, bytes]]) -> None:
-        self._begin, self._size, self._pieces, self._at = begin, end - begin, pieces, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, count: int = -1) -> bytes:
-        count = self._size - self._at if count < 0 else max(0, min(count, self._size - self._at))
-        low, data = self._begin + self._at, bytearray(count)
-        for begin, piece in self._pieces:
-            first, last = max(begin, low), min(begin + len(piece), low + count)
-            if first < last:
-                data[first - low : last - low] = piece[first - begin : last - begin]
-        self._at += count
-        return bytes(data)
-
-
-def _raw_begin(begin: int, file: DigestingFile, nbytes: int) -> int:
-    """Return where in ``file`` the bytes of the tensor lie that ``torch.save`` wrote from ``begin`` on."""
-    image = _WrittenTail(begin, file.nbytes, file.pieces)
-    with zipfile.ZipFile(image) as archive:
-        entry = next(x for x in archive.infolist() if x.filename.endswith("/data/0"))
-        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes:
+        torch hands over the tensor's own memory in one piece. Raises StateError where it does not.
+        """
+        self.written.clear()
+        torch.save(tensor, self)  # type: ignore[arg-type]  # it needs write and flush
+        place = self.written.get((tensor.data_ptr(), tensor.nbytes), -1)
+        if place < 0 < tensor.nbytes:
             raise StateError(
                 "this torch stores tensors in an unknown way: fabric cannot write durable checkpoints with it"
             )
-        image.seek(entry.header_offset)
-        local = image.read(_LOCAL_HEADER_BYTES)
-    names = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
-    return begin + entry.header_offset + _LOCAL_HEADER_BYTES + names
+        return place
 
 
 def write_rank_shard(
@@ -130,7 +92,7 @@ def write_rank_shard(
     Calls ``begun`` when a part of the data is written. Raises StateError; then ``storage`` holds half-written
     files.
     """
-    header, local = read_header(file), LocalParts()
+    header, local = read_preamble(file), LocalParts()
     spans = {span.name: span for span in header.tensors}
     decoder = StateDecoder(lambda name: tensor_at(file, spans[name]), set(spans), shardings=local)
     _, tree = parse_description(header.metadata)
@@ -143,18 +105,22 @@ def write_rank_shard(
     with storage.create(data) as opened:
         out = DigestingFile(opened)
         for name, value in values.items():
-            begin = out.mark()
-            torch.save(value, out)  # type: ignore[arg-type]  # it needs write and flush
-            entry = {"begin": begin, "nbytes": out.nbytes - begin, "path": list(paths[name])}
+            begin = out.nbytes
             if isinstance(value, torch.Tensor):
-                tensors[name] = {**entry, **_describe(value, local)}
-                blob = blobs.get(id(value))
+                place, blob = out.save(value), blobs.get(id(value))
                 if blob is not None and value.numel():
-                    raw.setdefault(blob, (data, _raw_begin(begin, out, value.nbytes)))
+                    raw.setdefault(blob, (data, place))
+                described, entries = _describe(value, local), tensors
             else:
+                torch.save(value, pickled := io.BytesIO())
+                out.write(pickled.getbuffer())
                 # To compare the objects of several ranks.
-                digest = xxhash.xxh3_64_hexdigest(b"".join(piece for _, piece in out.pieces))
-                objects[name] = {**entry, "digest": f"{digest}-{out.nbytes - begin}"}
+                described, entries = {"digest": bytes_digest(pickled.getbuffer())}, objects
+            entries[name] = {
+                "begin": begin,
+                "nbytes": out.nbytes - begin,
+                "path": list(paths[name]),
+            } | described
             if not begin:
                 begun()
         files = {data: {"nbytes": out.nbytes, "digest": out.digest}}

@@ -1,4 +1,4 @@
-"""Durable checkpoints: their files, and finding and reading them, every byte verified, without torch.
+"""Durable checkpoints: their files, and finding and checking them, without torch (read by ``reading``).
 
 A folder is a checkpoint when its marker names the digest of its manifest. All other bytes are verified when
 they are read: a rank shard's description against the manifest, and each block and the whole file against the
@@ -6,16 +6,12 @@ digests of the snapshot. An error names the file that is wrong.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-import xxhash
 
 from fabric.ckpt_server.durable.storage import Storage, StorageAway
 from fabric.ckpt_server.format.manifest import (
     DIGEST_DIGITS,
-    block_digest,
     bytes_digest,
     check_manifest,
     is_hex,
@@ -184,7 +180,6 @@ def attempts_to_delete(
 
 
 _MAX_MARKER_BYTES = 4096
-_PIECE_BYTES = 4 << 20
 
 
 class DurableCheckpoint(Value):
@@ -251,98 +246,6 @@ def list_checkpoints(storage: Storage, job: str) -> CheckpointListing:
             complete.append(checkpoint)
     complete.sort(key=lambda c: (c.state.generation, c.state.step, c.manifest["digest"]))
     return CheckpointListing(tuple(complete), tuple(unfinished), tuple(warnings))
-
-
-class RankShardFile:
-    """One rank's part of a checkpoint as a safetensors file, the one snapshotted, until ``stack`` closes.
-
-    ``manifest`` is that of the snapshot. Raises StateError that names the damaged or missing file.
-    """
-
-    def __init__(self, checkpoint: DurableCheckpoint, rank: int, stack: ExitStack) -> None:
-        storage, listed = checkpoint.storage, checkpoint.manifest["files"]
-        self.storage = storage
-        self._listed = listed
-        if not 0 <= rank < checkpoint.ranks:
-            raise StateError(f"{storage.url} is of {checkpoint.ranks} ranks and has no rank {rank}")
-        name = rank_shard_name(rank)
-        data = storage.get(name, MAX_JSON_BYTES)
-        if bytes_digest(memoryview(data)) != listed[name]["digest"]:
-            raise IntegrityError(f"{storage.where(name)} does not match its digest; it is damaged")
-        self._rank_shard: RankShard = parse_rank_shard(data, storage.where(name), checkpoint.manifest, rank)
-        self.manifest = dict(self._rank_shard.snapshot)
-        self.nbytes: int = self.manifest["nbytes"]
-        for file in {s.file for s in self._rank_shard.segments}:
-            size = storage.size(file)
-            if size != listed[file]["nbytes"]:
-                raise IntegrityError(
-                    f"{storage.where(file)} has {size} bytes and should have {listed[file]['nbytes']}; it is"
-                    " damaged"
-                )
-        self._stack = stack
-        self._open: dict[str, Any] = {}
-
-    def fill(self, target: memoryview, begin: int = 0) -> None:
-        """Fill ``target`` from byte ``begin`` (where a block begins) on, up to the end of a block,
-        verified."""
-        for segment, offset, low, high in self._parts(begin, begin + len(target)):
-            file = self._file(segment.file)
-            self.storage.read_into(
-                file, segment.file, segment.begin + low - offset, target[low - begin : high - begin]
-            )
-        size: int = self.manifest["block_bytes"]
-        for low in range(0, len(target), size):
-            index = (begin + low) // size
-            if block_digest(target[low : low + size]) != self.manifest["blocks"][index]:
-                touched = {s.file for s, *_ in self._parts(begin + low, min(begin + low + size, self.nbytes))}
-                guilty = [file for file in sorted(touched) if not self._is_whole(file)] or sorted(touched)
-                names = " and ".join(self.storage.where(file) for file in guilty)
-                raise IntegrityError(
-                    f"{names} is damaged: block {index} of the state does not match its digest"
-                )
-
-    def verify_files(self) -> None:
-        """Read all of this part's files, and torch's index: torch also needs bytes that fabric does not read.
-
-        Raises IntegrityError with the names of the files that do not match the manifest.
-        """
-        own = {segment.file for segment in self._rank_shard.segments} | {METADATA} & set(self._listed)
-        wrong = [
-            self.storage.where(name)
-            for name in sorted(own)
-            if self.storage.size(name) != self._listed[name]["nbytes"] or not self._is_whole(name)
-        ]
-        if wrong:
-            verb = "does" if len(wrong) == 1 else "do"
-            raise IntegrityError(
-                f"{' and '.join(wrong)} {verb} not match the digest in {MANIFEST}; torch cannot load the"
-                " checkpoint"
-            )
-
-    def _is_whole(self, name: str) -> bool:
-        """Whether all of a file matches the manifest; reads the file, to name the damaged one."""
-        hasher, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
-        nbytes: int = self._listed[name]["nbytes"]
-        for begin in range(0, nbytes, _PIECE_BYTES):
-            part = piece[: min(_PIECE_BYTES, nbytes - begin)]
-            self.storage.read_into(self._file(name), name, begin, part)
-            hasher.update(part)
-        return bool(hasher.hexdigest() == self._listed[name]["digest"])
-
-    def _parts(self, begin: int, end: int) -> Iterator[tuple[Any, int, int, int]]:
-        """Yield each touched segment, its begin in the rank shard, and the first and last byte wanted
-        there."""
-        offset = 0
-        for segment in self._rank_shard.segments:
-            low, high = max(begin, offset), min(end, offset + segment.nbytes)
-            if low < high:
-                yield segment, offset, low, high
-            offset += segment.nbytes
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = self._stack.enter_context(self.storage.open(name))
-        return self._open[name]
 
 
 class NotListed(StorageAway):

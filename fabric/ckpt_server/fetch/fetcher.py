@@ -30,7 +30,6 @@ from fabric.ckpt_server.fetch.http_source import (
 from fabric.ckpt_server.fetch.multi_source import (
     HostMemory,
     MultiSourceFetch,
-    Progress,
     Source,
     all_failed,
     source_error,
@@ -44,7 +43,7 @@ from fabric.ckpt_server.format.manifest import (
     seal,
     state_digest,
 )
-from fabric.ckpt_server.format.safetensors_file import MAX_FILE_BYTES, is_count, parse_json
+from fabric.ckpt_server.format.safetensors_file import is_count, parse_json
 from fabric.errors import ConfigError, Gone, IntegrityError, StateError
 from fabric.model import SnapshotRef, Value
 from fabric.runtime.http.token_file import TokenFile
@@ -135,8 +134,7 @@ class StateFetcher:
     """Fetches from checkpoint servers until it is cancelled; one fetch at a time.
 
     ``token`` empty means none. Ranges of at most ``range_bytes`` come over ``streams_per_source`` connections
-    per source; a connection waits up to ``timeout_s`` for bytes. ``progress(received, nbytes)`` is called in
-    the fetching thread. States larger than ``max_nbytes`` are refused. ``rank``: fetch this rank's part, from
+    per source; a connection waits up to ``timeout_s`` for bytes. ``rank``: fetch this rank's part, from
     servers of that rank; a wanted digest is always of the full state. ``same_host``: read the memory of a
     server on this host directly.
     """
@@ -148,23 +146,15 @@ class StateFetcher:
         streams_per_source: int = 2,
         range_bytes: int = 64 << 20,
         timeout_s: float = 30.0,
-        progress: Progress | None = None,
         ssl_context: ssl.SSLContext | None = None,
-        max_nbytes: int = MAX_FILE_BYTES,
         rank: int = 0,
     ) -> None:
-        if streams_per_source < 1 or range_bytes < 1 or not timeout_s > 0:
-            raise ConfigError(
-                "A fetch needs at least one stream per source, a range size and a timeout above 0."
-            )
         tokens = TokenFile.of(token)
         if not (shown := tokens.shown()).isascii() or not shown.isprintable():
             raise ConfigError("The token contains characters that cannot be sent; check the token file.")
         self._access = HttpAccess(tokens, timeout_s, ssl_context)
         self._streams = streams_per_source
         self._range_bytes = range_bytes
-        self._progress = progress
-        self._max_nbytes = max_nbytes
         self._rank = rank
         self.same_host = True
         self._unfinished = ""
@@ -332,7 +322,7 @@ class StateFetcher:
             resume = self._unfinished == manifest["digest"]
             self._unfinished = manifest["digest"]
             try:
-                striping.run(self._streams, self._range_bytes, self._progress, resume=resume, wanted=blocks)
+                striping.run(self._streams, self._range_bytes, resume=resume, wanted=blocks)
             finally:
                 self.warnings += striping.warnings
             self._unfinished = ""
@@ -411,7 +401,7 @@ class StateFetcher:
                     response = line.get(path)
                     if response.status != 200:
                         raise refusal(response)
-                manifest = check_manifest(line.read_json(response, _MAX_MANIFEST_BYTES), self._max_nbytes)
+                manifest = check_manifest(line.read_json(response, _MAX_MANIFEST_BYTES))
                 if (manifest["step"], manifest["generation"]) != (step, generation):
                     raise SourceRefused("it answers with another step or generation")
                 manifest.pop("tensors", None)  # the loader reads the tensors from the file's own header

@@ -359,7 +359,6 @@ class LinkSpeed:
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
 _MAX_FAILURES = 3
 _MAX_WRONG_ANSWERS = 2
 _WAIT_S = 0.1
@@ -422,7 +421,6 @@ class MultiSourceFetch:
         self,
         streams: int,
         range_bytes: int,
-        progress: Progress | None,
         *,
         resume: bool,
         wanted: Collection[int] | None = None,
@@ -437,7 +435,6 @@ class MultiSourceFetch:
             block not in wanted or (resume and block_digest(self._block(block)) == digest)
             for block, digest in enumerate(digests)
         ]
-        held = sum(len(self._block(block)) for block, is_done in enumerate(done) if is_done)
         most = max(1, range_bytes // self._block_bytes)
         streams = streams_per_source(streams, len(self._sources), len(os.sched_getaffinity(0)))
         workers, urls = len(self._sources) * streams, {source.url for source in self._sources}
@@ -446,7 +443,7 @@ class MultiSourceFetch:
         with ThreadPoolExecutor(workers, "fabric-fetch", lower_priority) as pool:
             running = [pool.submit(self._stream, source) for source in self._sources for _ in range(streams)]
             try:
-                self._watch(running, progress, held)
+                self._watch(running)
             finally:
                 queue.stop()
                 for url in urls:
@@ -454,17 +451,9 @@ class MultiSourceFetch:
         for future in running:
             future.result()
 
-    def _watch(self, running: list[Future[None]], progress: Progress | None, held: int) -> None:
-        reported = -1
+    def _watch(self, running: list[Future[None]]) -> None:
         stuck_s = self._access.timeout_s + self._block_bytes / LEAST_BYTES_PER_S
-        while True:
-            complete = self._queue.complete
-            received = held + sum(source.nbytes for source in self._sources)
-            if progress is not None and received != reported:
-                reported = received
-                progress(received, self._manifest["nbytes"])
-            if complete:
-                return
+        while not self._queue.complete:
             if self._access.is_cancelled:
                 raise StateError("The fetch was cancelled; nothing was loaded.")
             if not self._queue.alive:

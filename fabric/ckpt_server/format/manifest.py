@@ -151,8 +151,8 @@ def is_hex(value: object, digits: int) -> bool:
     return isinstance(value, str) and len(value) == digits and _HEX.issuperset(value)
 
 
-def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Return ``manifest`` if it is well-formed and of at most ``max_nbytes``. Raises StateError."""
+def check_manifest(manifest: object) -> dict[str, Any]:
+    """Return ``manifest`` if it is well-formed. Raises StateError."""
     if not isinstance(manifest, dict):
         raise StateError("The manifest is not a JSON object.")
     if manifest.get("format") != MANIFEST_FORMAT:
@@ -168,8 +168,6 @@ def check_manifest(manifest: object, max_nbytes: int = MAX_FILE_BYTES) -> dict[s
     nbytes, block_bytes = manifest.get("nbytes"), manifest.get("block_bytes")
     if not is_count(nbytes, MAX_FILE_BYTES) or not nbytes:
         raise StateError("The manifest has no usable size.")
-    if nbytes > max_nbytes:
-        raise StateError(f"The snapshot has {nbytes} bytes and at most {max_nbytes} are accepted here.")
     if not is_count(block_bytes, MAX_BLOCK_BYTES) or block_bytes < MIN_BLOCK_BYTES:
         raise StateError("The manifest has no usable block size.")
     blocks, expected = manifest.get("blocks"), math.ceil(nbytes / block_bytes)

@@ -30,23 +30,25 @@ _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62
 _MAX_NAME_CHARACTERS = 4096
 
-ELEMENT_BYTES: Mapping[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
+# The format's dtypes: torch's name of each, and the bytes of an element.
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "U16": ("uint16", 2),
+    "I16": ("int16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "U32": ("uint32", 4),
+    "I32": ("int32", 4),
+    "F32": ("float32", 4),
+    "U64": ("uint64", 8),
+    "I64": ("int64", 8),
+    "F64": ("float64", 8),
 }
+ELEMENT_BYTES: Mapping[str, int] = {word: nbytes for word, (_, nbytes) in DTYPES.items()}
 
 
 class TensorSpan(NamedTuple):
@@ -69,15 +71,11 @@ class TensorEntry(NamedTuple):
 
 
 class FileHeader(Value):
-    """A checked preamble: ``nbytes`` of it, then ``tensors`` in file order, which end at ``end``."""
+    """A checked preamble: ``nbytes`` of it, then ``tensors`` in file order."""
 
     nbytes: int
     tensors: tuple[TensorSpan, ...]
     metadata: str
-
-    @property
-    def end(self) -> int:
-        return self.tensors[-1].end if self.tensors else self.nbytes
 
 
 def canonical_json(value: object) -> str:
@@ -124,16 +122,12 @@ class Preamble:
         return _LENGTH.pack(len(text) + padding) + text + b" " * padding
 
 
-def read_header(file: memoryview) -> FileHeader:
-    """Parse and check the preamble of ``file`` (flat bytes, exactly the full file).
+def read_preamble(begin: memoryview, nbytes: int | None = None) -> FileHeader:
+    """Parse and check the preamble of a file of ``nbytes``, by default that of ``begin`` (flat bytes).
 
     Raises StateError that names what is wrong; takes no memory beyond the header's own size.
     """
-    return read_preamble(file, len(file))
-
-
-def read_preamble(begin: memoryview, nbytes: int) -> FileHeader:
-    """Read the header of a file of ``nbytes`` from its ``begin``, which has at least the preamble."""
+    nbytes = len(begin) if nbytes is None else nbytes
     if len(begin) < _LENGTH.size:
         raise StateError(f"The state is {len(begin)} bytes long, too short to be a snapshot file.")
     (length,) = _LENGTH.unpack(begin[: _LENGTH.size])

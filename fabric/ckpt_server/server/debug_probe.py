@@ -127,6 +127,7 @@ class DebugProbe:
             raise TrainerSilent(f"the trainer's debug endpoint cannot be reached ({error})") from error
         if answer.get("ok") is not True:
             raise Refused(str(answer.get("error", "the trainer gave no reason"))[:1000])
+        del answer["ok"]
         return answer
 
     async def _exchange(self, what: str) -> dict[str, Any]:

@@ -155,4 +155,4 @@ class LocalRanks:
         """End all ranks, and begin no other one; ``at_once``: without waiting for work under way."""
         self._group = None
         for rank in self.held.values():
-            rank.lifetime.end_at_once(reason) if at_once else rank.lifetime.end(reason)
+            rank.lifetime.end(reason, at_once=at_once)

@@ -14,16 +14,15 @@ from prometheus_client.registry import Collector
 from fabric.ckpt_server.server.local_ranks import LocalRank
 from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT
 from fabric.ckpt_server.server.trainer_watch import STATES
-from fabric.runtime.http.connection_limit import ConnectionLimit, ConnectionMetrics
+from fabric.runtime.http.http_service import ConnectionMetrics
 
 
 class CkptMetrics:
     """Counts transfers and ``connections`` of all ranks; ``render`` gives the text for a scrape."""
 
     def __init__(self, ranks: Mapping[int, LocalRank]) -> None:
-        self.connections = ConnectionLimit()
         self._registry = CollectorRegistry()
-        self._registry.register(ConnectionMetrics("fabric_ckpt_http_", self.connections))
+        self.connections = ConnectionMetrics(self._registry, "fabric_ckpt_http_").limit
         self._served = Counter(
             "fabric_ckpt_served_bytes", "Bytes of state sent to readers.", ["kind"], registry=self._registry
         )

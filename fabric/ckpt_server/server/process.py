@@ -156,10 +156,8 @@ async def run(settings: ServerSettings, ready_fd: int = -1) -> str:
 def tell_ready(ready_fd: int, body: dict[str, object]) -> None:
     """Report readiness, or a refusal, once, to the process that started this process."""
     if ready_fd >= 0:
-        with contextlib.suppress(OSError):
-            os.write(ready_fd, json.dumps(body).encode() + b"\n")
-        with contextlib.suppress(OSError):
-            os.close(ready_fd)
+        with contextlib.suppress(OSError), os.fdopen(ready_fd, "wb") as pipe:
+            pipe.write(json.dumps(body).encode() + b"\n")
 
 
 @asynccontextmanager

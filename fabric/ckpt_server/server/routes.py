@@ -40,12 +40,11 @@ from fabric.ckpt_server.server.metrics import CkptMetrics
 from fabric.ckpt_server.server.slots import GRADIENT, SNAPSHOT, SharedSlot, SlotContent
 from fabric.ckpt_server.wire.compression import IDENTITY, ZSTD, Compressor, choose
 from fabric.ckpt_server.wire.compression import PIECE_BYTES as WORK_BYTES
-from fabric.errors import ProtocolError, Refused
+from fabric.errors import Gone, ProtocolError, Refused
 from fabric.model import Value
 from fabric.protocol.rules.lanes import TensorRegion
 from fabric.runtime.http.http_service import (
     STALL_S,
-    Handler,
     bearer_required,
     errors_as_json,
     json_error,
@@ -398,7 +397,6 @@ def make_app(
             errors_as_json,
             *([pages_kept_out(names)] if tokens.is_open else []),
             bearer_required(tokens, OPEN_PATHS),
-            _say_what_is_held,
         ],
         client_max_size=64 * 1024,
     )
@@ -537,7 +535,7 @@ class CkptRoutes:
             return await send(request, slot, self._metrics)
         gone = rank.slots.gradient_is_gone(step, generation)
         why = "is not held any more" if gone else "is not held yet"
-        raise _not_held(rank, GRADIENT, f"the gradient of step {step} {why}", gone)
+        raise _NotHeld(rank, GRADIENT, f"the gradient of step {step} {why}", gone)
 
     async def state(self, request: web.Request) -> web.Response:
         """Answer with the trainer's own report, the kernel's view of it, the status, and every slot's
@@ -546,7 +544,7 @@ class CkptRoutes:
         trainer, says, why = rank.trainer, None, ""
         try:
             rank.probe.require_process()
-            says = {k: v for k, v in (await rank.probe.ask("state")).items() if k != "ok"}
+            says = await rank.probe.ask("state")
         except (TrainerSilent, Refused) as error:
             why = str(error)
         return web.json_response(
@@ -595,8 +593,7 @@ class CkptRoutes:
 
     async def exchange(self, request: web.Request) -> web.Response:
         """Answer with the trainer's recording of its newest exchanges with the other replicas."""
-        answer = await _ask_trainer(self._rank(request), "exchange")
-        return web.json_response({name: value for name, value in answer.items() if name != "ok"})
+        return web.json_response(await _ask_trainer(self._rank(request), "exchange"))
 
     def _rank(self, request: web.Request) -> LocalRank:
         """Return the rank that the path names. Answers 404 where no trainer of it has attached here."""
@@ -618,7 +615,7 @@ class CkptRoutes:
         asked = "no snapshot is held yet" if step is None else f"the snapshot of step {step} is not held"
         if generation is not None:
             asked += f" in generation {generation}"
-        raise _not_held(rank, SNAPSHOT, asked, gone=step is not None)
+        raise _NotHeld(rank, SNAPSHOT, asked, gone=step is not None)
 
 
 async def _ask_trainer(rank: LocalRank, what: str) -> dict[str, Any]:
@@ -632,26 +629,14 @@ async def _ask_trainer(rank: LocalRank, what: str) -> dict[str, Any]:
         raise web.HTTPNotFound(text=str(error)) from error
 
 
-class _NotHeld(Exception):
-    """No slot holds what was asked for: the answer is 409, with these details."""
+class _NotHeld(Gone):
+    """No slot of ``rank`` holds what was asked for: the answer has these details."""
 
-    def __init__(self, sentence: str, details: Mapping[str, object]) -> None:
-        super().__init__(sentence)
-        self.details = details
-
-
-@web.middleware
-async def _say_what_is_held(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except _NotHeld as error:
-        return json_error(409, str(error), details=error.details)
-
-
-def _not_held(rank: LocalRank, kind: str, sentence: str, gone: bool) -> _NotHeld:
-    available = [c.step for c in rank.slots.contents(kind)]
-    hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
-    return _NotHeld(f"{sentence}: {hint}", {"available": available, "gone": gone})
+    def __init__(self, rank: LocalRank, kind: str, sentence: str, gone: bool) -> None:
+        available = [c.step for c in rank.slots.contents(kind)]
+        hint = f"held are steps {', '.join(map(str, available))}" if available else "none is held now"
+        super().__init__(f"{sentence}: {hint}")
+        self.details = {"available": available, "gone": gone}
 
 
 def _listing(rank: LocalRank, kind: str) -> list[dict[str, object]]:

@@ -29,7 +29,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from fabric.ckpt_server.format.manifest import SEAL, check_manifest, seal, state_digest
-from fabric.ckpt_server.format.safetensors_file import TensorSpan, read_header
+from fabric.ckpt_server.format.safetensors_file import TensorSpan, read_preamble
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
 from fabric.ckpt_server.wire import gradient_index
 from fabric.ckpt_server.wire.gradient_index import PublishedGradient
@@ -99,7 +99,7 @@ def snapshot_content(manifest: object, view: memoryview, job: str, base_url: str
         raise Refused(
             f"the manifest promises {nbytes} bytes and the slot has {len(view)}: allocate it larger"
         )
-    header, now = read_header(view[:nbytes]), time.monotonic()
+    header, now = read_preamble(view[:nbytes]), time.monotonic()
     shards = find_shards(header.metadata)
     tensors = {
         span.name: {
@@ -297,10 +297,7 @@ class SharedSlot:
 
         ``content``: the content that the reader wants (None: any). Raises ConnectionResetError, and aborts
         the transfer, where the trainer withdraws or has withdrawn it."""
-        if content is not None and self.content is not content:
-            abort()
-            raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was read")
-        content = self.content
+        content = self.content if content is None else content
         assert content is not None and self.memfd is not None
         self.readers.add(abort)
         try:
@@ -308,7 +305,7 @@ class SharedSlot:
             self.refresh()
             if self.content is not content:
                 abort()
-                raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was sent")
+                raise ConnectionResetError(f"{self.kind} slot {self.index} was withdrawn before it was read")
             yield self.memfd.view[: content.nbytes]
         finally:
             self.readers.discard(abort)

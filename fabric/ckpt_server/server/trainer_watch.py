@@ -134,8 +134,7 @@ class TrainerWatch:
         self._dead = True
 
     def _on_death(self) -> None:
-        self._unwatch()
-        self._dead = True
+        self.close()
         self.changed.set()
         self.hang_up()
 
@@ -203,12 +202,10 @@ class Lifetime:
         # Do not end before the answer to this request is sent.
         self._finish_timer = loop.call_later(max(linger_s, 0.02), self.end, "the job is done")
 
-    def end_at_once(self, reason: str) -> None:
-        """End it now, without waiting for work under way."""
-        self.at_once.set()
-        self.end(reason)
-
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, *, at_once: bool = False) -> None:
+        """End it now; ``at_once``: without waiting for work under way."""
+        if at_once:
+            self.at_once.set()
         if not self.ended.is_set():
             self.reason = reason
             self.ended.set()

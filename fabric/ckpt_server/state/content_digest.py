@@ -64,7 +64,7 @@ class ContentDigests(Value):
         return self._digest(header.metadata, view.tensors)
 
     def of_file(self, file: memoryview) -> str:
-        header = read_preamble(file, len(file))
+        header = read_preamble(file)
         return self._digest(header.metadata, tensors_of(file, header.tensors).items())
 
     def _digest(self, metadata: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fabric.ckpt_server.format.safetensors_file import canonical_json
+from fabric.ckpt_server.format.safetensors_file import DTYPES, canonical_json
 from fabric.ckpt_server.state.dtensor import Shardings, describe_shard, is_sharded, local_part
 from fabric.errors import StateError
 from fabric.model import Value
@@ -50,25 +50,9 @@ _MALFORMED = (
     struct.error,
 )
 
-# The dtypes of the file format; tensors of other dtypes are stored as raw bytes with one dimension more.
-FILE_DTYPE: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.float32: "F32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-}
-TORCH_DTYPE: Mapping[str, torch.dtype] = {word: dtype for dtype, word in FILE_DTYPE.items()}
+# Tensors of other dtypes than those of the format are stored as raw bytes with one dimension more.
+TORCH_DTYPE: Mapping[str, torch.dtype] = {word: getattr(torch, name) for word, (name, _) in DTYPES.items()}
+FILE_DTYPE: Mapping[torch.dtype, str] = {dtype: word for word, dtype in TORCH_DTYPE.items()}
 _RAW = ("complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 RAW_DTYPE: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _RAW}
 DTYPE_BY_NAME: Mapping[str, torch.dtype] = {

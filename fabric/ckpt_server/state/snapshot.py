@@ -316,8 +316,8 @@ def build_manifest(
     return manifest | ({"state": digests.state} if digests.state else {})
 
 
-def _pool(threads: int, niceness: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "fabric-snapshot", lower_priority, (niceness,))
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "fabric-snapshot", lower_priority, (_NICENESS,))
 
 
 def _digest_threads() -> int:
@@ -333,13 +333,11 @@ def _digest_threads() -> int:
 
 
 class CpuCopier:
-    """Copies host tensors with ``threads`` threads (0: as many as the cores allow) at the given niceness
-    (0 to 19)."""
+    """Copies host tensors with two threads, or one where two would leave no core to the trainer."""
 
-    def __init__(self, threads: int = 0, niceness: int = _NICENESS) -> None:
-        # Two, or one where two would leave no core to the trainer.
-        self._threads = threads or max(1, min(2, len(os.sched_getaffinity(0)) - 1))
-        self._pool = _pool(self._threads + 1, niceness)
+    def __init__(self) -> None:
+        self._threads = max(1, min(2, len(os.sched_getaffinity(0)) - 1))
+        self._pool = _pool(self._threads + 1)
         self._copying: CopyPass | None = None
 
     def prepare(self, target: memoryview) -> None:
@@ -497,8 +495,8 @@ class CudaCopier:
 
     def __init__(self, stream: CudaCopyStream | None = None) -> None:
         self._stream = CudaCopyStream() if stream is None else stream
-        self._host = _pool(_HOST_THREADS, _NICENESS)
-        self._digesting = _pool(_digest_threads(), _NICENESS)
+        self._host = _pool(_HOST_THREADS)
+        self._digesting = _pool(_digest_threads())
         self._current: _DeviceCopy | None = None
 
     def prepare(self, target: memoryview) -> None:

@@ -33,7 +33,7 @@ from fabric.ckpt_server.format.safetensors_file import (
     file_order,
     is_count,
     parse_json,
-    read_header,
+    read_preamble,
 )
 from fabric.ckpt_server.state.dtensor import LocalParts, Shardings, is_sharded, local_part
 from fabric.ckpt_server.state.encoding import (
@@ -312,7 +312,7 @@ def restore(file: memoryview, objects: Mapping[str, object], run: WorkRunner = a
     difference, or the object that refused its state; nothing is changed then.
     """
     file = _flat(file)
-    header = read_header(file)
+    header = read_preamble(file)
     step, tree = parse_description(header.metadata)
     if set(tree) != set(objects):
         raise StateError(
@@ -339,7 +339,7 @@ def values_of(file: memoryview) -> tuple[int, dict[str, Any]]:
     part. Raises StateError for a damaged file.
     """
     file = _flat(file)
-    header = read_header(file)
+    header = read_preamble(file)
     step, tree = parse_description(header.metadata)
     return step, _decode(tree, tensors_of(file, header.tensors), LocalParts(), set(tree), at_once)
 

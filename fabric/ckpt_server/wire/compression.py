@@ -74,15 +74,15 @@ class Compressor:
         return bytes(self._stream.flush()) if self._stream is not None else b""
 
 
-def decompress(read: Callable[[memoryview], None], into: memoryview) -> int:
+def decompress(read: Callable[[memoryview], None], into: memoryview) -> None:
     """Fill ``into`` from frames; ``read`` fills a buffer from the body or raises.
 
-    Return the number of bytes read. Raises ProtocolError for malformed frames; ``into`` is undefined then.
+    Raises ProtocolError for malformed frames; ``into`` is undefined then.
     """
     import numpy as np
 
     frame, compressed = bytearray(_FRAME.size), bytearray(PIECE_BYTES)
-    taken, at = 0, 0
+    at = 0
     while at < len(into):
         read(memoryview(frame))
         width, nbytes, follow = _FRAME.unpack(frame)
@@ -91,14 +91,13 @@ def decompress(read: Callable[[memoryview], None], into: memoryview) -> int:
         if not 0 < follow <= nbytes:
             raise ProtocolError(f"it sent a piece of {nbytes} bytes packed to {follow}")
         target = into[at : at + nbytes]
-        at, taken = at + nbytes, taken + len(frame) + follow
+        at += nbytes
         if follow == nbytes:
             read(target)
             continue
         read(memoryview(compressed)[:follow])
         plain = np.frombuffer(_decompressed(memoryview(compressed)[:follow], nbytes), np.uint8)
         np.frombuffer(target, np.uint8).reshape(-1, width)[:] = plain.reshape(width, -1).T
-    return taken
 
 
 def _decompressed(compressed: memoryview, nbytes: int) -> bytes:

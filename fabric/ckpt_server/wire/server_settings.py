@@ -63,10 +63,6 @@ class ServerSettings(Value):
             raise ConfigError(f"orphan-s is {self.orphan_s}: give a number of seconds above 0")
 
 
-def _path(text: str) -> Path:
-    return Path(text).absolute()
-
-
 def _addresses(text: str) -> tuple[str, ...]:
     return tuple(url.strip() for url in text.split(",") if url.strip())
 
@@ -75,12 +71,12 @@ def _addresses(text: str) -> tuple[str, ...]:
 OPTIONS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "job": (str, "name of the job"),
     "replica": (str, "name of this replica"),
-    "run_dir": (_path, "folder of the replica, for the socket, lock and log"),
+    "run_dir": (Path, "folder of the replica, for the socket, lock and log"),
     "bind": (str, "address to listen on"),
     "port": (str, "port, range such as 8000-8010, or 0 for any"),
     "advertise": (str, "host name that others reach this one by; empty for the bound address"),
-    "token_file": (_path, "file with the job's token"),
-    "tls_folder": (_path, "folder with tls.crt, tls.key and ca.crt; none without TLS"),
+    "token_file": (Path, "file with the job's token"),
+    "tls_folder": (Path, "folder with tls.crt, tls.key and ca.crt; none without TLS"),
     "lighthouse": (_addresses, "base URLs, separated by commas; empty to report to none"),
     "orphan_s": (float, "seconds to live without a trainer"),
     "rank": (int, "rank of the trainer within its replica; later ones may have other ranks"),

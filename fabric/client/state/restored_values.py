@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fabric.ckpt_server.format.safetensors_file import read_header
+from fabric.ckpt_server.format.safetensors_file import read_preamble
 from fabric.ckpt_server.format.tensor_slices import Shard, find_shards
 from fabric.ckpt_server.reading import BlockState, MergedState, ReadableState, open_state
 from fabric.ckpt_server.state.training_state import values_of
@@ -60,7 +60,7 @@ def restore_values(
         )
     try:
         step, values = values_of(file)
-        shards = find_shards(read_header(file).metadata)
+        shards = find_shards(read_preamble(file).metadata)
     except StateError as error:
         raise StateError(f"{name}: {error}") from error
     return RestoredValues(values, step, promised, state.rank, state.ranks, shards)

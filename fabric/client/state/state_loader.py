@@ -135,7 +135,7 @@ class StateLoader:
             file = self._snapshots.slots.look(slot, manifest["nbytes"])
             if state_digest(manifest) != state.digest or file_digest(file) != manifest["digest"]:
                 return None
-            if self._size > 1 and not self._layout.fits(read_preamble(file, len(file))):
+            if self._size > 1 and not self._layout.fits(read_preamble(file)):
                 return None
         except FabricError:
             return None

@@ -1,5 +1,6 @@
-"""HTTP as every service of fabric does it. This file says what the text of an address or a port means."""
+"""HTTP as every service of fabric does it. This file binds to an address and a port, which are texts."""
 
+import errno
 import ipaddress
 import socket
 
@@ -37,3 +38,43 @@ def is_loopback(host: str) -> bool:
     """Whether this name or address leads to this host itself, wherever it is resolved."""
     address = parse_address(host)
     return address.is_loopback if address is not None else host == "localhost" or host.endswith(".localhost")
+
+
+def bind_first_free(host: str, ports: range) -> socket.socket:
+    """Bind a TCP socket to ``host`` and the first free port of ``ports``. Raises ConfigError."""
+    family, address = resolved(host)
+    for port in ports:
+        candidate = socket.socket(family, socket.SOCK_STREAM)
+        candidate.setblocking(False)
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            candidate.bind((address, port))
+            # With SO_REUSEADDR two sockets may be bound to one port until one of them listens.
+            candidate.listen(128)
+        except OSError as error:
+            candidate.close()
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise ConfigError(
+                f"{host}:{port} cannot be bound ({error.strerror}): bind to an address of this machine"
+                " and a port that this user may use"
+            ) from error
+        return candidate
+    named = (
+        f"port {ports[0]} on {host} is"
+        if len(ports) == 1
+        else f"ports {ports[0]}-{ports[-1]} on {host} are all"
+    )
+    raise ConfigError(f"{named} taken by another process: choose another port or range, or 0 for any")
+
+
+def resolved(host: str) -> tuple[socket.AddressFamily, str]:
+    """Return the address to bind to for a host, if possible of IPv4. Raises ConfigError."""
+    try:
+        addresses = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f'the address "{host[:200]}" to bind to is unknown: give an address of this machine'
+        ) from error
+    family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, str(address[0])

@@ -15,12 +15,9 @@ import socket
 import ssl
 import time
 from collections import Counter as Count
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from fabric.model import Value
 from fabric.runtime.http import parse_address
@@ -82,15 +79,16 @@ class ConnectionSlot:
 
 
 class ConnectionLimit:
-    """The open connections; decides which one to close. It has no sockets."""
+    """The open connections; decides which one to close. It has no sockets. ``idle``: an idle one in a log."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, idle: str = "idle") -> None:
         self.limits = limits or Limits.of(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self._idle_word = idle
         self.refused: Count[str] = Count({IDLE: 0, FULL: 0})
         self._reported = float("-inf")
         self._open: Count[str] = Count()
         # Idle connections of all addresses, and by address, the connection that is idle longest first.
-        self._idle: dict[ConnectionSlot, None] = {}
+        self._idle: dict[ConnectionSlot, float] = {}  # each with the time since which it is idle
         self._idle_by: dict[str, dict[ConnectionSlot, None]] = {}
 
     @property
@@ -101,14 +99,24 @@ class ConnectionLimit:
     def idling(self) -> int:
         return len(self._idle)
 
+    def young_s(self, address: str, least_s: float) -> float:
+        """Return how long ``admit`` would still close, for ``address``, one that idles for less than
+        ``least_s``; not above 0 where it would close none of another address."""
+        is_full = len(self._idle) >= self.limits.idle and not self._has_its_share(address)
+        return next(iter(self._idle.values())) + least_s - time.monotonic() if is_full else 0.0
+
+    def _has_its_share(self, address: str) -> bool:
+        idle = len(self._idle_by.get(address, {}))
+        return self._open[address] >= self.limits.total // 2 or idle >= self.limits.idle // 2
+
     def admit(self, address: str, close: Callable[[], None]) -> ConnectionSlot | None:
         """Return a slot for a new connection, which is idle at first; this may close another connection.
 
         Return None where the limit is reached and no connection is idle: the caller closes the new one.
         """
-        limits, of_address = self.limits, self._idle_by.get(address, {})
-        if self._open[address] >= limits.total // 2 or len(of_address) >= limits.idle // 2:
-            has_room = self._close_first(of_address)
+        limits = self.limits
+        if self._has_its_share(address):
+            has_room = self._close_first(self._idle_by.get(address, {}))
         elif self.open >= limits.total or len(self._idle) >= limits.idle:
             has_room = self._close_first(self._idle)
         else:
@@ -127,7 +135,7 @@ class ConnectionLimit:
 
     def start_idling(self, slot: ConnectionSlot) -> None:
         if not slot.is_free:
-            self._idle[slot] = None
+            self._idle[slot] = time.monotonic()
             self._idle_by.setdefault(slot.address, {})[slot] = None
 
     def stop_idling(self, slot: ConnectionSlot) -> None:
@@ -146,7 +154,7 @@ class ConnectionLimit:
         if not self._open[slot.address]:
             del self._open[slot.address]
 
-    def _close_first(self, idle: dict[ConnectionSlot, None]) -> bool:
+    def _close_first(self, idle: Iterable[ConnectionSlot]) -> bool:
         slot = next(iter(idle), None)
         if slot is None:
             return False
@@ -160,34 +168,14 @@ class ConnectionLimit:
         now = time.monotonic()
         if now - self._reported >= _REPORT_EVERY_S:
             self._reported = now
-            which = "an idle one was closed" if why == IDLE else "a new one was refused"
+            which = "the oldest of these was closed" if why == IDLE else "a new one was refused"
             log.warning(
-                "there are too many connections, %d of them idle, and %s, from %s: find out who opens them",
+                "there are too many connections, %d of them %s, and %s, from %s: find out who opens them",
                 self.idling,
+                self._idle_word,
                 which,
                 address,
             )
-
-
-class ConnectionMetrics(Collector):
-    """The Prometheus metrics of a service's connections; ``prefix`` begins their names."""
-
-    def __init__(self, prefix: str, limit: ConnectionLimit) -> None:
-        self._prefix = prefix
-        self._limit = limit
-
-    def collect(self) -> Iterator[Metric]:
-        prefix, limit = self._prefix, self._limit
-        yield GaugeMetricFamily(f"{prefix}connections", "Open HTTP connections.", limit.open)
-        yield GaugeMetricFamily(f"{prefix}connections_limit", "Most open connections.", limit.limits.total)
-        refused = CounterMetricFamily(
-            f"{prefix}connections_refused",
-            "Connections closed for want of room: idle ones, and new ones where none was idle (full).",
-            labels=["why"],
-        )
-        for why, count in limit.refused.items():
-            refused.add_metric([why], count)
-        yield refused
 
 
 # The most connections that one turn accepts before the event loop serves the open connections.
@@ -202,21 +190,13 @@ class OuterProtocol(asyncio.Protocol):
 
     def __init__(self, library: asyncio.Protocol) -> None:
         self._library = library
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._library.connection_made(transport)
-
-    def eof_received(self) -> bool | None:
-        return self._library.eof_received()
+        self.connection_made = library.connection_made  # type: ignore[method-assign]
+        self.eof_received = library.eof_received  # type: ignore[method-assign]
+        self.pause_writing = library.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = library.resume_writing  # type: ignore[method-assign]
 
     def connection_lost(self, error: Exception | None) -> None:
         self._library.connection_lost(error)
-
-    def pause_writing(self) -> None:
-        self._library.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._library.resume_writing()
 
 
 class SlottedProtocol(OuterProtocol):
@@ -225,7 +205,7 @@ class SlottedProtocol(OuterProtocol):
     def __init__(self, library: asyncio.Protocol, slot: ConnectionSlot) -> None:
         super().__init__(library)
         self.slot = slot
-        self.data_received = library.data_received  # type: ignore[method-assign]  # the only frequent call
+        self.data_received = library.data_received  # type: ignore[method-assign]
 
     def connection_lost(self, error: Exception | None) -> None:
         self.slot.leave()
@@ -283,7 +263,7 @@ class Acceptor:
             self._take(accepted, share_of(str(address[0])))
 
     def _take(self, accepted: socket.socket, address: str) -> None:
-        slot = self._limit.admit(address, partial(_end, accepted))
+        slot = self._limit.admit(address, partial(end_connection, accepted))
         if slot is None:
             accepted.close()
             return
@@ -319,7 +299,7 @@ def share_of(address: str) -> str:
     return address if parsed is None else str(parsed)
 
 
-def _end(accepted: socket.socket) -> None:
-    """End a connection whose transport may not exist yet; the peer sees the end."""
+def end_connection(accepted: socket.socket) -> None:
+    """End a connection whose transport may not exist yet; both ends see the end."""
     with suppress(OSError):
         accepted.shutdown(socket.SHUT_RDWR)

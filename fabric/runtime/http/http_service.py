@@ -7,18 +7,19 @@ first free one of a range ("8000-8010").
 """
 
 import asyncio
-import errno
 import logging
 import math
-import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from fabric.errors import (
     ConfigError,
@@ -31,7 +32,7 @@ from fabric.errors import (
     StoreIndefinite,
     Unauthorized,
 )
-from fabric.runtime.http import is_loopback, parse_ports
+from fabric.runtime.http import bind_first_free, is_loopback, parse_ports, resolved
 from fabric.runtime.http.connection_limit import (
     Acceptor,
     ConnectionLimit,
@@ -133,7 +134,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return await handler(request)
     except FabricError as error:
         headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
-        return json_error(status_of(error), str(error), headers=headers)
+        details = getattr(error, "details", None)  # what the answer says beside the sentence
+        return json_error(status_of(error), str(error), headers=headers, details=details)
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -262,11 +264,33 @@ def query_seconds(request: web.Request, name: str, *, most: float) -> float:
 
 def check_exposure(host: str, token: str | None) -> None:
     """Raises ConfigError where other machines could reach a service without a token."""
-    if token is None and not is_loopback(_resolve(host)[1]):
+    if token is None and not is_loopback(resolved(host)[1]):
         raise ConfigError(
             f"listening on {host or 'every address'} without a token would serve anybody who can reach it:"
             " give a token file, or bind to 127.0.0.1"
         )
+
+
+class ConnectionMetrics(Collector):
+    """The metrics in ``registry`` of a service's connections; ``prefix`` begins their names."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        self._prefix = prefix
+        self.limit = ConnectionLimit()
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        prefix, limit = self._prefix, self.limit
+        yield GaugeMetricFamily(f"{prefix}connections", "Open HTTP connections.", limit.open)
+        yield GaugeMetricFamily(f"{prefix}connections_limit", "Most open connections.", limit.limits.total)
+        refused = CounterMetricFamily(
+            f"{prefix}connections_refused",
+            "Connections closed for want of room: idle ones, and new ones where none was idle (full).",
+            labels=["why"],
+        )
+        for why, count in limit.refused.items():
+            refused.add_metric([why], count)
+        yield refused
 
 
 async def serve(
@@ -316,45 +340,6 @@ async def serve(
         await runner.cleanup()
         raise
     return runner, taken
-
-
-def bind_first_free(host: str, ports: range) -> socket.socket:
-    """Bind a TCP socket to ``host`` and the first free port of ``ports``. Raises ConfigError."""
-    family, address = _resolve(host)
-    for port in ports:
-        candidate = socket.socket(family, socket.SOCK_STREAM)
-        candidate.setblocking(False)
-        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            candidate.bind((address, port))
-            # With SO_REUSEADDR two sockets may be bound to one port until one of them listens.
-            candidate.listen(128)
-        except OSError as error:
-            candidate.close()
-            if error.errno == errno.EADDRINUSE:
-                continue
-            raise ConfigError(
-                f"{host}:{port} cannot be bound ({error.strerror}): bind to an address of this machine"
-                " and a port that this user may use"
-            ) from error
-        return candidate
-    named = (
-        f"port {ports[0]} on {host} is"
-        if len(ports) == 1
-        else f"ports {ports[0]}-{ports[-1]} on {host} are all"
-    )
-    raise ConfigError(f"{named} taken by another process: choose another port or range, or 0 for any")
-
-
-def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
-    try:
-        addresses = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f'the address "{host[:200]}" to bind to is unknown: give an address of this machine'
-        ) from error
-    family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
-    return family, str(address[0])
 
 
 def _http_sentence(request: web.Request, error: web.HTTPException) -> str:

@@ -17,7 +17,7 @@ from yarl import URL
 from fabric.errors import FabricError, ProtocolError, Refused, Unauthorized, Unreachable
 from fabric.model import Value
 from fabric.runtime.drill_orders import signed_request
-from fabric.runtime.http import parse_address
+from fabric.runtime.http import is_loopback, parse_address
 from fabric.runtime.http.tls import Tls
 from fabric.runtime.http.token_file import TokenFile
 from fabric.runtime.logs import printable
@@ -147,7 +147,7 @@ def _belongs(host: str, given: str) -> bool:
     A domain of one label, such as ``com``, does not count.
     """
     host, given = host.lower().rstrip("."), given.lower().rstrip(".")
-    if host == given or (_is_loopback(host) and _is_loopback(given)):
+    if host == given or (is_loopback(host) and is_loopback(given)):
         return True
     if parse_address(host) is not None or parse_address(given) is not None:
         return False
@@ -172,11 +172,6 @@ async def _addresses(host: str) -> set[str]:
     except (OSError, UnicodeError):
         return set()
     return {str(entry[4][0]) for entry in entries}
-
-
-def _is_loopback(host: str) -> bool:
-    address = parse_address(host)
-    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 class LighthouseDialer:

@@ -9,6 +9,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fabric.errors import ConfigError
@@ -66,7 +67,7 @@ class TokenFile:
         """Raise ConfigError where ``path`` holds no token. Without a path no token is needed."""
         self._path = path
         self._clock = clock
-        self._stamp = None if path is None else _stamp(path)
+        self._stamp = _stamp(path)
         self._tokens = () if path is None else read_tokens(path)
         self._looked = clock()
         self._logged = ""
@@ -104,8 +105,7 @@ class TokenFile:
             return
         self._looked = self._clock()
         try:
-            stamp = _stamp(self._path)
-            if stamp != self._stamp or self._logged:
+            if (stamp := _stamp(self._path)) != self._stamp or self._logged:
                 self._tokens, self._stamp = read_tokens(self._path), stamp
                 self._logged = ""
         except ConfigError as error:
@@ -114,14 +114,13 @@ class TokenFile:
                 log.warning("%s; the token that was read before stays in use", error)
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        there = path.stat()
-    except OSError as error:
-        raise ConfigError(
-            f"the token file {path} cannot be read ({error.strerror}): write the job's token there, mode 0600"
-        ) from error
-    return there.st_mtime_ns, there.st_ino, there.st_size
+def _stamp(path: Path | None) -> tuple[int, int, int] | None:
+    """Return what differs once the file is another one; None where it is not there."""
+    if path is not None:
+        with suppress(OSError):
+            there = path.stat()
+            return there.st_mtime_ns, there.st_ino, there.st_size
+    return None
 
 
 def _is_token(line: bytes) -> bool:

@@ -541,23 +541,20 @@ def count_samples(evidence: Evidence) -> tuple[int, int]:
 
 def digests_equal(evidence: Evidence) -> bool:
     """Whether all digests of one (generation, step) are equal, of gradients and of states."""
-    for lines in evidence.commits.values():
-        if len({line.text("gradient_digest") for line in lines}) > 1:
-            return False
-    # A process starts with generation 0, before the leader has chosen the base of all members.
-    return all(
-        generation == 0 or len({line.text("digest") for line in alike}) == 1
-        for (generation, _), lines in evidence.states.items()
-        for alike in _by_layout(lines)
-    )
+    commits = evidence.commits.values()
+    gradients = next((x for lines in commits for x in _differences(lines, ("gradient_digest",))), "")
+    return not gradients and next(_unequal_states(evidence), None) is None
 
 
-def _by_layout(lines: Sequence[JournalLine]) -> list[list[JournalLine]]:
-    """The state lines by layout of ranks: only replicas of equal layouts have equal digests at rank 0."""
-    alike: dict[object, list[JournalLine]] = {}
-    for line in lines:
-        alike.setdefault(line.fields.get("layout"), []).append(line)
-    return list(alike.values())
+def _unequal_states(evidence: Evidence) -> Iterator[str]:
+    """Find states of one step with several digests: those of equal layouts of ranks are equal at rank 0."""
+    for (generation, _), lines in evidence.states.items():
+        alike: dict[object, list[JournalLine]] = {}
+        # A process starts with generation 0, before the leader has chosen the base of all members.
+        for line in lines if generation > 0 else ():
+            alike.setdefault(line.fields.get("layout"), []).append(line)
+        for same in alike.values():
+            yield from _differences(same, ("digest",))
 
 
 def _lives(journal: ReplicaJournal) -> list[str]:
@@ -610,13 +607,9 @@ _COMMIT_FIELDS = ("epoch", "gradient_digest", "contributions", "weight", "metric
 
 
 def _agreement(evidence: Evidence) -> list[str]:
-    broken: list[str] = []
-    for lines in evidence.commits.values():
-        broken.extend(_differences(lines, _COMMIT_FIELDS))
-    for (generation, _), lines in evidence.states.items():
-        for alike in _by_layout(lines) if generation > 0 else ():
-            broken.extend(_differences(alike, ("digest",)))
-    return broken
+    commits = evidence.commits.values()
+    broken = [x for lines in commits for x in _differences(lines, _COMMIT_FIELDS)]
+    return [*broken, *_unequal_states(evidence)]
 
 
 def _rosters(evidence: Evidence) -> list[str]:

@@ -75,11 +75,15 @@ class LinkRelay:
         self.weather = weathers[replica]
         self._weathers = weathers
         self._listeners: list[asyncio.Server] = []
-        self._connections: list[_Connection] = []
+        self._connections: list[_Connection] = []  # the oldest first
+        self.ports: list[int] = []
         self._loop: BackgroundLoop | None = BackgroundLoop("fabric-relay")
         try:
-            listening = [self._loop.start(self._listen(host, *pair)) for pair in ports.items()]
-            self.ports = [begun.result() for begun in listening]
+            for port, behind in ports.items():
+                listener = socket.create_server((host, port))
+                self.ports.append(listener.getsockname()[1])
+                serving = asyncio.start_server(partial(self._carry, behind), sock=listener)
+                self._listeners.append(self._loop.start(serving).result())
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -94,26 +98,18 @@ class LinkRelay:
 
     def reset_one(self) -> bool:
         """End the oldest connection; return whether there was one."""
-        return self._loop is not None and self._loop.start(self._reset()).result()
+        ended = self._loop.start(self._end(1)).result() if self._loop is not None else 0
+        self.weather.reset += ended
+        return ended > 0
 
-    async def _listen(self, host: str, port: int, behind: int) -> int:
-        """Forward what comes to ``port``; return its number."""
-        listener = socket.create_server((host, port))
-        self._listeners.append(await asyncio.start_server(partial(self._carry, behind), sock=listener))
-        return int(listener.getsockname()[1])
-
-    async def _end(self) -> None:
-        for listener in self._listeners:
+    async def _end(self, most: int | None = None) -> int:
+        """End so many of the connections, None for all and the listeners; return how many there were."""
+        for listener in self._listeners if most is None else ():
             listener.close()
-        while self._connections:
-            _abort(self._connections.pop())
-
-    async def _reset(self) -> bool:
-        if not self._connections:
-            return False
-        _abort(self._connections.pop(0))
-        self.weather.reset += 1
-        return True
+        ended, self._connections[:most] = self._connections[:most], []
+        for end in (end for link in ended for end in (link.near, link.far)):
+            end.transport.abort()
+        return len(ended)
 
     async def _carry(self, behind: int, source: asyncio.StreamReader, near: asyncio.StreamWriter) -> None:
         """Forward both directions of one connection until it ends."""
@@ -165,8 +161,3 @@ class LinkRelay:
             for weather in self._weathers.values():
                 weather.held += weather.holds_to or weather.holds_from
             await asyncio.sleep(_HOLD_S)
-
-
-def _abort(link: _Connection) -> None:
-    for end in (link.near, link.far):
-        end.transport.abort()

@@ -116,18 +116,18 @@ class LinkRelay:
         try:
             async with asyncio.timeout(_DIAL_S):
                 answers, far = await asyncio.open_connection("127.0.0.1", behind)
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError, asyncio.CancelledError):
             near.close()
             return
         link = _Connection(near, far, LinkWeather())
         self._connections.append(link)
-        try:
+        # Asyncio of Python 3.11 would log the cancellation at the relay's end.
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(self._forward_in(link, source), self._forward_out(link, answers))
-        finally:
-            if link in self._connections:
-                self._connections.remove(link)
-            near.close()
-            far.close()
+        if link in self._connections:
+            self._connections.remove(link)
+        near.close()
+        far.close()
 
     async def _forward_in(self, link: _Connection, source: asyncio.StreamReader) -> None:
         """Forward from the dialler to the replica behind this relay."""

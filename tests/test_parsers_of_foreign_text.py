@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from fabric.audit.journal import parse_journal
+from fabric.audit.journal import parse_journal, read_recoveries
 from fabric.ckpt_server.durable.reader import FORMAT as DURABLE
 from fabric.ckpt_server.durable.reader import parse_manifest, parse_rank_shard, rank_shard_name
 from fabric.ckpt_server.format.manifest import BlockDigests, digest_of_blocks, make_manifest
@@ -25,7 +25,6 @@ from fabric.cli.launch.command import parse_ranks
 from fabric.client.collectives.calls import Call, CallFrame, Payload
 from fabric.collectives.recording import Process, parse_recording
 from fabric.drill.injection.injector import read_answer
-from fabric.drill.judge.drill_record import read_recoveries
 from fabric.drill.judge.expectations import parse_expectation
 from fabric.errors import FabricError
 from fabric.ftar.device.device_ring import read_offer

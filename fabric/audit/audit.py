@@ -146,6 +146,8 @@ class ReplicaWalk(Struct):
     ``next_step`` and ``generation`` are those of its state. ``due`` is the step whose state digest must come
     next, or None. ``epoch`` is the newest forced epoch, ``called`` the generation of that epoch, ``heard``
     the newest epoch of any kind. ``rounds`` holds the (generation, epoch, step) of its contributions.
+    ``commits`` holds the (generation, step) of its commits, ``excused`` the steps that it need not have
+    committed, because it ended or left just before. ``broken`` has a sentence for each broken rule.
     """
 
     next_step: int = 0
@@ -160,6 +162,9 @@ class ReplicaWalk(Struct):
     decided: int = -1
     ended: bool = False
     rounds: set[tuple[int, int, int]] = field(default_factory=set)
+    commits: set[tuple[int, int]] = field(default_factory=set)
+    excused: set[int] = field(default_factory=set)
+    broken: list[str] = field(default_factory=list)
 
 
 # Events whose lines may follow the end: a stop, and links of an epoch that connected just then. The network
@@ -167,18 +172,18 @@ class ReplicaWalk(Struct):
 _AFTER_END = frozenset(("stop", "plane"))
 
 
-def walk(lines: Sequence[JournalLine]) -> list[str]:
-    """Return the broken rules of one incarnation, one sentence each; ``lines`` begin with its ``start``.
+def walk(lines: Sequence[JournalLine]) -> ReplicaWalk:
+    """Judge the lines of one incarnation, which begin with its ``start``.
 
     The committed step rises by exactly one, from zero or from the step that a ``join`` fetched. The digest of
     the state follows every commit. A contribution is written once per round and before its commit. No line
     follows the end. A killed process may stop anywhere, a finished process may not. ``audit`` checks that
     replicas agree.
     """
-    broken: list[str] = []
+    state = ReplicaWalk()
+    broken = state.broken
     if lines[0].event != "start":
         broken.append(f"{lines[0].place} does not begin with a start line.")
-    state = ReplicaWalk()
     previous = lines[0]
     for line in lines:
         if line.incarnation != lines[0].incarnation:
@@ -191,7 +196,10 @@ def walk(lines: Sequence[JournalLine]) -> list[str]:
         if rule is not None:
             broken.extend(f"{line.place} {problem}." for problem in rule(state, line))
         previous = line
-    return broken
+    # Other members may commit the last round of a process that was drained, as of one that was killed.
+    if not lines_of(lines, "finish"):
+        state.excused.add(state.next_step)
+    return state
 
 
 def _digested(state: ReplicaWalk) -> list[str]:
@@ -252,6 +260,10 @@ def _commit(state: ReplicaWalk, line: JournalLine) -> list[str]:
             broken.append(f"replays step {step} without having been outside of the roster or behind")
     elif line.integer("epoch") < state.epoch and step not in decided:
         broken.append(f"commits step {step} in epoch {line.integer('epoch')} after {state.epoch}")
+    # A new generation ended the round of this process, perhaps after another member's commit.
+    if generation > state.generation:
+        state.excused.add(state.next_step)
+    state.commits.add((generation, step))
     state.generation = generation
     state.next_step = step + 1
     state.due = step + 1
@@ -274,9 +286,11 @@ def _state(state: ReplicaWalk, line: JournalLine) -> list[str]:
 
 
 def _join(state: ReplicaWalk, line: JournalLine) -> list[str]:
-    broken = _settled(state)
-    state.next_step = line.integer("step")
-    state.generation = line.integer("generation")
+    broken, before = _settled(state), (state.next_step, state.generation)
+    state.next_step, state.generation = line.integer("step"), line.integer("generation")
+    if before != (state.next_step, state.generation):
+        # The process left the roster and fetched another state instead of committing that round.
+        state.excused.add(before[0])
     state.replayed = 0
     state.joining = True
     return broken
@@ -497,15 +511,20 @@ def audit(evidence: Evidence, *, is_over: bool = True) -> list[str]:
     ``is_over``: the job has ended, so every replica must have finished.
     """
     broken: list[str] = []
-    for journal in evidence.run.journals.values():
+    walks: dict[str, list[ReplicaWalk]] = {}
+    for name, journal in evidence.run.journals.items():
+        walks[name] = [walk(group) for group in journal.incarnations()]
         broken.extend(journal.broken)
         broken.extend(_lives(journal))
+        broken.extend(sentence for life in walks[name] for sentence in life.broken)
     broken.extend(_same_job(evidence))
-    broken.extend(_agreement(evidence))
+    commits = evidence.commits.values()
+    broken.extend(x for lines in commits for x in _differences(lines, _COMMIT_FIELDS))
+    broken.extend(_unequal_states(evidence))
     broken.extend(_rosters(evidence))
     broken.extend(_exactly_once(evidence))
     broken.extend(_contributed(evidence))
-    broken.extend(_nothing_lost(evidence))
+    broken.extend(_nothing_lost(evidence, walks))
     if is_over:
         broken.extend(_ends(evidence))
     broken.extend(_supervised(evidence.run))
@@ -541,23 +560,20 @@ def count_samples(evidence: Evidence) -> tuple[int, int]:
 
 def digests_equal(evidence: Evidence) -> bool:
     """Whether all digests of one (generation, step) are equal, of gradients and of states."""
-    for lines in evidence.commits.values():
-        if len({line.text("gradient_digest") for line in lines}) > 1:
-            return False
-    # A process starts with generation 0, before the leader has chosen the base of all members.
-    return all(
-        generation == 0 or len({line.text("digest") for line in alike}) == 1
-        for (generation, _), lines in evidence.states.items()
-        for alike in _by_layout(lines)
-    )
+    commits = evidence.commits.values()
+    gradients = next((x for lines in commits for x in _differences(lines, ("gradient_digest",))), "")
+    return not gradients and next(_unequal_states(evidence), None) is None
 
 
-def _by_layout(lines: Sequence[JournalLine]) -> list[list[JournalLine]]:
-    """The state lines by layout of ranks: only replicas of equal layouts have equal digests at rank 0."""
-    alike: dict[object, list[JournalLine]] = {}
-    for line in lines:
-        alike.setdefault(line.fields.get("layout"), []).append(line)
-    return list(alike.values())
+def _unequal_states(evidence: Evidence) -> Iterator[str]:
+    """Find states of one step with several digests: those of equal layouts of ranks are equal at rank 0."""
+    for (generation, _), lines in evidence.states.items():
+        alike: dict[object, list[JournalLine]] = {}
+        # A process starts with generation 0, before the leader has chosen the base of all members.
+        for line in lines if generation > 0 else ():
+            alike.setdefault(line.fields.get("layout"), []).append(line)
+        for same in alike.values():
+            yield from _differences(same, ("digest",))
 
 
 def _lives(journal: ReplicaJournal) -> list[str]:
@@ -573,8 +589,6 @@ def _lives(journal: ReplicaJournal) -> list[str]:
     for earlier, later in pairwise(groups):
         if later[0].mono < earlier[-1].mono:
             broken.append(f"{later[0].place} starts before the process before it ended.")
-    for group in groups:
-        broken.extend(walk(group))
     return broken
 
 
@@ -607,16 +621,6 @@ def _differences(lines: Sequence[JournalLine], names: Sequence[str]) -> list[str
 
 
 _COMMIT_FIELDS = ("epoch", "gradient_digest", "contributions", "weight", "metrics", "members", "skipped")
-
-
-def _agreement(evidence: Evidence) -> list[str]:
-    broken: list[str] = []
-    for lines in evidence.commits.values():
-        broken.extend(_differences(lines, _COMMIT_FIELDS))
-    for (generation, _), lines in evidence.states.items():
-        for alike in _by_layout(lines) if generation > 0 else ():
-            broken.extend(_differences(alike, ("digest",)))
-    return broken
 
 
 def _rosters(evidence: Evidence) -> list[str]:
@@ -729,53 +733,23 @@ def _contributed(evidence: Evidence) -> list[str]:
     return broken
 
 
-def _nothing_lost(evidence: Evidence) -> list[str]:
+def _nothing_lost(evidence: Evidence, walks: Mapping[str, Sequence[ReplicaWalk]]) -> list[str]:
     lineage = evidence.lineage()
     broken = [
         f"Step {step} was committed by no replica."
         for step in range(max(lineage, default=-1) + 1)
         if step not in lineage
     ]
-    claims = {name: _claims(journal) for name, journal in evidence.run.journals.items()}
     for (generation, step), lines in evidence.commits.items():
         contributions = lines[0].fields["contributions"]
         for replica in lines[0].fields["members"]:
-            claim = claims.get(replica)
-            if claim is None:
+            if replica not in walks:
                 broken.append(f"{replica} is a member of step {step} and has no journal.")
             elif not contributions.get(replica):
                 continue  # a newcomer's first round has no work of it: the others may commit without it
-            elif (generation, step) not in claim[0] and step not in claim[1]:
+            elif not any((generation, step) in x.commits or step in x.excused for x in walks[replica]):
                 broken.append(f"{replica} is a member of step {step} and did not commit it.")
     return broken
-
-
-def _claims(journal: ReplicaJournal) -> tuple[set[StepKey], set[int]]:
-    """Return the steps that a journal committed, and those that its processes need not have committed.
-
-    A step is excused where a process ended or left just before its commit.
-    """
-    commits: set[StepKey] = set()
-    excused: set[int] = set()
-    for lines in journal.incarnations():
-        position, generation = 0, 0
-        for line in lines:
-            if line.event == "join":
-                # The process left the roster and fetched another state instead of committing that round.
-                if line.integer("step") != position:
-                    excused.add(position)
-                position = line.integer("step")
-            elif line.event == "commit":
-                # A new generation ended the round of this process, perhaps after another member's commit.
-                if line.integer("generation") > generation:
-                    excused.add(position)
-                generation = line.integer("generation")
-                commits.add((generation, line.integer("step")))
-                position = line.integer("step") + 1
-        # Other members may commit the last round of a process that was drained, as of one that was killed.
-        if not lines_of(lines, "finish"):
-            excused.add(position)
-    return commits, excused
 
 
 def _ends(evidence: Evidence) -> list[str]:

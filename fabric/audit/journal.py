@@ -1,4 +1,4 @@
-"""Reads the journals that the replicas wrote during a run.
+"""Reads the journals that the replicas wrote during a run, and the recovery records of its lighthouse.
 
 A journal is one file of JSON lines per replica, appended by every incarnation of its trainer. It is evidence,
 so nothing in it is trusted. Sizes are bounded before memory is taken. Every line must have the fields of its
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from fabric.errors import ConfigError
+from fabric.errors import ConfigError, ProtocolError
 from fabric.model import Value
 
 MAX_JOURNAL_BYTES = 1 << 28
@@ -25,6 +25,7 @@ MAX_STEPS = 1_000_000
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Digits = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,18}$")]
+RecordedTime = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]  # Unix seconds that a clock may show
 
 
 class RecordedData(msgspec.Struct):
@@ -293,3 +294,34 @@ def _unreadable(replica: str, number: int) -> str:
 def lines_of(lines: Sequence[JournalLine], *events: str) -> list[JournalLine]:
     """Return the lines among ``lines`` whose event is one of ``events``."""
     return [line for line in lines if line.event in events]
+
+
+class LostReplica(msgspec.Struct, frozen=True):
+    """One lost replica of a recovery record; 0.0: not yet."""
+
+    joined: RecordedTime = 0.0
+
+
+class RecoveryFacts(msgspec.Struct, frozen=True):
+    """The fields that are read of a recovery record, which the lighthouse writes; 0.0: not yet."""
+
+    kind: str
+    detected: RecordedTime
+    step: int = 0
+    epoch: int = 0
+    step_committed: RecordedTime = 0.0
+    steps_lost: Count = 0
+    why: str = ""
+    incident_id: str = ""
+    lost: dict[str, LostReplica] = {}
+
+
+def read_recoveries(entries: Sequence[object]) -> tuple[RecoveryFacts, ...]:
+    """Check the recovery records of a lighthouse. Raises ProtocolError for another form."""
+    try:
+        return tuple(msgspec.convert(entry, RecoveryFacts) for entry in entries)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise ProtocolError(
+            f"the lighthouse sent a recovery record that cannot be used ({str(error)[:300]}): "
+            "run a drill of the lighthouse's version"
+        ) from error

@@ -93,7 +93,7 @@ def hangs(everything: AllCalls, pending: Sequence[Wait], now_ns: int = 0) -> Ite
         graph.setdefault(wait.process, set()).update(wait.absent)
         for other in wait.absent:
             graph.setdefault(other, set())
-    ends = sorted((x for x in _components(graph) if not any(graph[p] - x for p in x)), key=min)
+    ends = sorted(_ends(graph), key=min)
     for part in ends:
         if len(part) > 1:
             yield _deadlock(everything, pending, graph, part)
@@ -147,39 +147,35 @@ def _transfers(everything: AllCalls, group_id: GroupId, calls: GroupCalls) -> It
 # --- the graph ----------------------------------------------------------------------------------------
 
 
-def _components(graph: Mapping[Process, set[Process]]) -> list[frozenset[Process]]:
-    """The strongly connected parts, without recursion (Kosaraju)."""
-    order: list[Process] = []
-    seen: set[Process] = set()
-    for start in sorted(graph):
-        stack = [(start, iter(sorted(graph[start])))] if start not in seen else []
-        seen.add(start)
-        while stack:
-            node, others = stack[-1]
-            for other in others:
-                if other not in seen:
-                    seen.add(other)
-                    stack.append((other, iter(sorted(graph[other]))))
-                    break
-            else:
-                order.append(node)
-                stack.pop()
+def _reached(graph: Mapping[Process, set[Process]], start: Process) -> list[Process]:
+    """The processes on the ways from ``start``, itself first and the nearest ones next."""
+    order, seen = [start], {start}
+    for node in order:
+        new = sorted(graph[node] - seen)
+        seen.update(new)
+        order += new
+    return order
+
+
+def _ends(graph: Mapping[Process, set[Process]]) -> list[frozenset[Process]]:
+    """The strongly connected parts that no way leaves."""
     backward: dict[Process, set[Process]] = {node: set() for node in graph}
     for node, awaited in graph.items():
         for other in awaited:
             backward[other].add(node)
     parts: list[frozenset[Process]] = []
-    placed: set[Process] = set()
-    for start in reversed(order):
-        if start in placed:
-            continue
-        part, queue = {start}, [start]
-        while queue:
-            for other in backward[queue.pop()] - placed - part:
-                part.add(other)
-                queue.append(other)
-        placed |= part
-        parts.append(frozenset(part))
+    left = dict.fromkeys(sorted(graph))
+    while left:
+        start = next(iter(left))
+        while True:
+            ahead, behind = _reached(graph, start), set(_reached(backward, start))
+            beyond = [node for node in ahead if node not in behind]
+            if not beyond:
+                break
+            start = beyond[-1]
+        parts.append(frozenset(ahead))
+        for node in behind:
+            left.pop(node, None)
     return parts
 
 

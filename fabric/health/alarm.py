@@ -7,8 +7,9 @@ slowdown that grows over more than some 200 samples is learnt as normal.
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
+from typing import Any
 
 # Robust statistics and small linear systems, for samples of a few hundred.
 
@@ -64,38 +65,36 @@ THRESHOLD, THRESHOLD_SIGMAS = 0.12, 8.0
 class CusumAlarm:
     """One-sided cumulative sum over ln(observed / predicted); raised until the sum is back at zero."""
 
-    def __init__(self) -> None:
+    def __init__(self, learn: Callable[[Any], object] = lambda _: None) -> None:
+        """``learn`` gets the samples of those pairs of times that certainly show no fault."""
         self.is_raised = False
         self.statistic = 0.0  # above zero where the unit may be slow, and nothing should be learnt
+        self._learn = learn
         self._usual: deque[float] = deque(maxlen=WINDOW)
-        self._doubtful: list[float] = []  # errors since the sum left zero; dropped at an alarm
+        # Errors and samples since the sum left zero; dropped at an alarm.
+        self._doubtful: list[tuple[float, object]] = []
         self._centre = self._sigma = 0.0
 
-    def observe(self, observed: float, predicted: float) -> bool:
+    def observe(self, observed: float, predicted: float, sample: object = None) -> bool:
         """Take one pair of times above zero; return whether the alarm is raised now."""
         error = math.log(observed / predicted)
-        if len(self._usual) < FEW:
-            self._learn([error])
-            return False
-        slack = max(SLACK, SLACK_SIGMAS * self._sigma)
-        # The bound lets an alarm end within some ten good samples, after any length of time.
-        threshold = max(THRESHOLD, THRESHOLD_SIGMAS * self._sigma)
-        total = self.statistic + min(error - self._centre, LARGEST) - slack
-        self.statistic = min(max(0.0, total), 2 * threshold)
-        self.is_raised = self.statistic > (0.0 if self.is_raised else threshold)
-        if self.is_raised:
-            self._doubtful.clear()
-        elif self.statistic > 0:
-            self._doubtful.append(error)
-        else:
-            self._learn([*self._doubtful, error])
+        self._doubtful.append((error, sample))
+        if len(self._usual) >= FEW:
+            slack = max(SLACK, SLACK_SIGMAS * self._sigma)
+            # The bound lets an alarm end within some ten good samples, after any length of time.
+            threshold = max(THRESHOLD, THRESHOLD_SIGMAS * self._sigma)
+            total = self.statistic + min(error - self._centre, LARGEST) - slack
+            self.statistic = min(max(0.0, total), 2 * threshold)
+            self.is_raised = self.statistic > (0.0 if self.is_raised else threshold)
+        if self.statistic == 0:
+            for certain, learnt in self._doubtful:
+                self._usual.append(certain)
+                self._learn(learnt)
+            self._centre = median(self._usual)
+            self._sigma = spread(self._usual, self._centre)
+        if self.is_raised or self.statistic == 0:
             self._doubtful.clear()
         return self.is_raised
-
-    def _learn(self, errors: list[float]) -> None:
-        self._usual.extend(errors)
-        self._centre = median(self._usual)
-        self._sigma = spread(self._usual, self._centre)
 
 
 SHORT = 30  # number of steps: a slowdown that ends sooner should not have been reported

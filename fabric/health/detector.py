@@ -219,14 +219,12 @@ class UnitDetector:
 
     def __init__(self, warm_up: int = WARM_UP) -> None:
         self.predictor = WorkPredictor(warm_up)
-        self.alarm = CusumAlarm()
+        self.alarm = CusumAlarm(self.predictor.learn)
         self.seconds = 0.0  # of the newest step
         self.predicted_s: float | None = None
         # By step, its time over the median of the times that the models of its equals predict.
         self.relative: deque[tuple[int, float]] = deque(maxlen=KEPT_STEPS)
         self._recent: deque[float] = deque(maxlen=RECENT)  # observed over predicted time, newest samples
-        # Iterations since the alarm's statistic left zero; learnt only when the statistic returns to zero.
-        self._doubtful: list[Sequence[Sample]] = []
 
     @property
     def ratio(self) -> float | None:
@@ -261,17 +259,9 @@ class UnitDetector:
             self.predictor.learn(samples)
             return
         observed, predicted = sum(seconds for seconds, _ in usable), sum(expected for _, expected in usable)
-        self.alarm.observe(observed, predicted)
+        # While the alarm's statistic is above zero, samples wait.
+        self.alarm.observe(observed, predicted, samples)
         self._recent.append(observed / predicted)
-        # Learn samples that certainly show no fault: while the statistic is above zero, samples wait.
-        if self.alarm.is_raised:
-            self._doubtful.clear()
-        elif self.alarm.statistic > 0:
-            self._doubtful.append(samples)
-        else:
-            for iteration in [*self._doubtful, samples]:
-                self.predictor.learn(iteration)
-            self._doubtful.clear()
 
 
 def usual_time(units: Iterable[UnitDetector], work: WorkAmount) -> float | None:

@@ -4,18 +4,21 @@ A *unit* fails as a whole: a group, a replica, a node. A `FailureModel` makes `F
 units. The engine reads each unit's next failure, and renews the clock of a unit that has come back.
 """
 
+import contextlib
 import csv
 import json
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fabric.audit.journal import RecoveryFacts, read_recoveries
+from fabric.errors import ProtocolError
 from fabric.model import Value, counted
 
 Times = NDArray[np.float64]
@@ -294,44 +297,28 @@ class RecoveryPhases(Value):
     steps_lost: float  # mean number of steps lost per failure
 
 
-_LATEST_S = 1e12  # no record of the next 30,000 years has a larger time
-
-
 def phases_of(records: Iterable[object]) -> RecoveryPhases:
     """Return the phases of a job's recovery records (`GET /v1/jobs/{job}/recoveries`).
 
-    Raises ValueError with fewer than two recorded deaths, because there is no time between them.
+    A record that cannot be read does not count. Raises ValueError with fewer than two recorded deaths,
+    because there is no time between them.
     """
-    tables = map(_mapping, records)
-    deaths = [r for r in tables if r.get("kind") in ("death", "stall") and _number(r.get("detected")) > 0]
+    deaths: list[RecoveryFacts] = []
+    for entry in records:
+        with contextlib.suppress(ProtocolError):
+            deaths += [x for x in read_recoveries([entry]) if x.kind in ("death", "stall") and x.detected]
     if len(deaths) < 2:
         raise ValueError(
             f"the job has {counted(len(deaths), 'recorded failure')}, and a rate needs at least 2: give"
             f" mtbf_s=, or a preset"
         )
-    detected = sorted(_number(r["detected"]) for r in deaths)
-    stalls = [s for r in deaths if (s := _number(r.get("step_committed")) - _number(r["detected"])) > 0]
-    away = [
-        joined - _number(r["detected"])
-        for r in deaths
-        for replica in _mapping(r.get("lost")).values()
-        if (joined := _number(_mapping(replica).get("joined"))) > _number(r["detected"])
-    ]
+    detected = sorted(x.detected for x in deaths)
+    stalls = [s for x in deaths if (s := x.step_committed - x.detected) > 0]
+    away = [s for x in deaths for back in x.lost.values() if (s := back.joined - x.detected) > 0]
     return RecoveryPhases(
         len(deaths),
         max((detected[-1] - detected[0]) / (len(detected) - 1), 1e-3),
         statistics.median(stalls) if stalls else 0.0,
         statistics.median(away) if away else 0.0,
-        statistics.fmean(_number(r.get("steps_lost")) for r in deaths),
+        statistics.fmean(x.steps_lost for x in deaths),
     )
-
-
-def _number(value: object) -> float:
-    """Return a time of a record; 0 for another value, and for one that no clock has shown."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _LATEST_S:
-        return 0.0
-    return float(value)
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

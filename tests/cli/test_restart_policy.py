@@ -6,18 +6,18 @@ from fabric.cli.launch.devices import select_devices
 from fabric.cli.launch.restart_policy import (
     DEVICE_ERRORS_WITHIN_S,
     HEALTHY_S,
-    AttemptEnd,
     DeviceHistory,
     RestartPolicy,
     choose_layout,
 )
+from fabric.protocol.nodes import NodeEnd
 from fabric.runtime.rank_layout import RankLayout
 
 
-def end(*codes: int, first: tuple[int, ...] | None = None, ran_s: float = 1.0) -> AttemptEnd:
+def end(*codes: int, first: tuple[int, ...] | None = None, ran_s: float = 1.0) -> NodeEnd:
     """Make the end of an attempt; ``first`` are the ranks that failed first, by default all that failed."""
     failed = tuple(rank for rank, code in enumerate(codes) if code) if first is None else first
-    return AttemptEnd(dict(enumerate(codes)), failed, ran_s)
+    return NodeEnd(dict(enumerate(codes)), failed, ran_s)
 
 
 @pytest.mark.parametrize(

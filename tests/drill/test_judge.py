@@ -8,16 +8,13 @@ from cli.journals import STEPS, VICTIM, Entry, SyntheticRun, to_bytes
 from msgspec import structs
 from msgspec.structs import replace
 
-from fabric.audit.journal import RecordedRun, parse_journal
+from fabric.audit.journal import LostReplica, RecordedRun, RecoveryFacts, parse_journal, read_recoveries
 from fabric.audit.summary import judge
 from fabric.drill.judge.drill_record import (
     DrillRecord,
     HeadlineSighting,
     InjectedFault,
-    LostReplica,
-    RecoveryFacts,
     StepSighting,
-    read_recoveries,
 )
 from fabric.drill.judge.drill_verdict import DrillVerdict, Outcome, judge_drill
 from fabric.drill.judge.expectations import DEFAULTS, MEASURES, parse_expectation

@@ -174,12 +174,13 @@ def test_a_taken_address_is_one_sentence(relay: LinkRelay, weathers: dict[str, L
         LinkRelay(HOST, {relay.ports[0]: 1}, "r1", weathers)
 
 
-def test_closing_ends_every_connection(relay: LinkRelay):
+def test_closing_ends_every_connection(relay: LinkRelay, caplog: pytest.LogCaptureFixture):
     with dial(relay) as sock:
         sock.sendall(b"x")
         assert receive(sock, 1) == b"x"
         relay.close()
         assert sock.recv(1) == b""
+    assert not caplog.records
 
 
 class Relay:

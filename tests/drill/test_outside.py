@@ -6,12 +6,10 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
-from fabric.audit.journal import RecordedRun
+from fabric.audit.journal import LostReplica, RecordedRun, RecoveryFacts
 from fabric.drill.judge.drill_record import (
     DrillRecord,
     InjectedFault,
-    LostReplica,
-    RecoveryFacts,
     StepSighting,
 )
 from fabric.drill.judge.drill_verdict import OutsideTimes, judge_drill

@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fabric.cli.status import _slow
 from fabric.lighthouse.diagnosis.slowness import FLOOR_S, SlownessWatch
 from fabric.lighthouse.diagnosis.speed_checks import SpeedVerdict
+from fabric.lighthouse.history.slowdowns import Slowdowns
 from fabric.lighthouse.telemetry import JobGauges, LighthouseMetrics
 from fabric.model import NOT_LAUNCHED, Base, EarlierStep, Member, OperatorOverrides, Record, StepTimes
 from fabric.protocol.messages.network import Heartbeat
@@ -39,7 +41,8 @@ class Fleet:
     incarnations: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = SlownessWatch()
+        self.slowdowns = Slowdowns()
+        self.watch = SlownessWatch(self.slowdowns.count)
         roster = tuple(member(name) for name in self.names)
         self.record = Record(
             store_id="s", generation=1, cold=1, epoch=1, forced=1, nonce="n", roster=roster, base=Base(0, "")
@@ -95,6 +98,7 @@ class Fleet:
                 incarnation = self.incarnations.get(name, 1)
                 self.watch.hear(self.core, name, incarnation, self.beat(name, self.times(name, factors)))
             events += [(x.kind, x.about) for x in self.watch.look(self.core, 0.0)]
+            self.slowdowns.observe(self.watch.parts(), 1, self.step, 1.0)
         return events
 
 
@@ -250,11 +254,20 @@ def test_a_slow_link_between_replicas_is_named_and_gets_no_advice():
         row["late_s"] == 0.51 and row["usual_s"] == pytest.approx(0.01, abs=0.001) and row["steps"] > BEFORE
     )
     assert fleet.watch.remedies.take_order() is None and fleet.watch.slowest_speed == 1.0
-    (state,) = fleet.watch.states()
-    assert state.scope == "link" and 20 < state.cost_s < 60 * 0.5, "the time of its bytes counts"
+    (record,) = fleet.slowdowns.kept
+    assert record.scope == "link" and 20 < record.cost_s < 60 * 0.5, "the time of its bytes counts"
     assert not fleet.watch.is_due(0.1), "an alarm of no replica has changed"
     fleet.late_s = 0.0
     assert fleet.run(30) == [("no longer slow", "r1")]
+
+
+def test_a_leap_of_the_clock_of_its_host_ends_no_check(monkeypatch):
+    fleet = Fleet()
+    fleet.run(BEFORE)
+    assert ("slow", "r1") in fleet.run(5, r1=2.0)
+    unix_s = time.time() + 3600.0
+    monkeypatch.setattr(time, "time", lambda: unix_s)
+    assert "slowness no answer" not in kinds(fleet.run(5, r1=2.0))
 
 
 def test_a_confirmed_link_does_not_confirm_that_the_device_of_its_sender_is_slow():

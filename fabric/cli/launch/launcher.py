@@ -29,12 +29,12 @@ from fabric.cli.launch.lighthouse_words import (
     Reporter,
     WordsThread,
 )
-from fabric.cli.launch.restart_policy import AttemptEnd, DeviceHistory, NextMove, RestartPolicy, choose_layout
+from fabric.cli.launch.restart_policy import DeviceHistory, NextMove, RestartPolicy, choose_layout
 from fabric.cli.launch.standbys import Standbys
 from fabric.errors import ConfigError, FabricError
-from fabric.exit_codes import END_BY_SIGNAL, FINISHED, RESTART
+from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FINISHED, RESTART
 from fabric.model import Value
-from fabric.protocol.nodes import SPARE, NodeOrder
+from fabric.protocol.nodes import SPARE, NodeEnd, NodeOrder
 from fabric.runtime.guarded_processes import MarkedProcesses
 from fabric.runtime.process_environment import LAUNCH_MARK, LAUNCH_RESTARTS, LAUNCH_STOP_S, LAYOUT_ORDERS
 from fabric.runtime.rank_layout import LayoutMemory, LayoutOffer, LayoutOrder, RankLayout
@@ -242,9 +242,9 @@ class Launcher:
             if place is None:
                 return self._stop() if self._ended_by else FINISHED
             end = self._attempt(layout, devices, place)
-            if self._ended_by and set(end.codes.values()) != {FINISHED}:
+            if self._ended_by and not end.is_clean:
                 return self._stop()
-            for rank in end.lost_device:
+            for rank in (rank for rank, code in sorted(end.codes.items()) if code == DEVICE_FAILED):
                 device = devices[rank - place.own_ranks(layout).start]
                 if self._history.note(device, time.monotonic()):
                     log.error("device %s has failed repeatedly (rank %d): it is used no more", device, rank)
@@ -365,7 +365,7 @@ class Launcher:
 
     # --- an attempt ---------------------------------------------------------------------------------------
 
-    def _attempt(self, layout: RankLayout, devices: Sequence[str], place: Place) -> AttemptEnd:
+    def _attempt(self, layout: RankLayout, devices: Sequence[str], place: Place) -> NodeEnd:
         """Run this host's ranks to their end, and end the processes that they leave behind."""
         spec = self._spec(layout, devices, place)
         attempt = LaunchAttempt(spec, self._selector, self._standbys)
@@ -376,7 +376,7 @@ class Launcher:
         except OSError as error:
             code = 127 if error.errno == errno.ENOENT else 126
             log.error("%s cannot be started (%s): correct the command", self._plan.command[0], error.strerror)
-            return AttemptEnd({place.own_ranks(layout).start: code})
+            return NodeEnd({place.own_ranks(layout).start: code})
         pids = ", ".join(f"rank {rank} is process {pid}" for rank, pid in enumerate(attempt.pids))
         log.info("attempt %d runs (%s): %s", self._attempts, layout, pids)
         first: tuple[int, ...] = ()
@@ -404,7 +404,7 @@ class Launcher:
         self._marked.kill()
         attempt.close()
         self._last_line = attempt.last_line(first)
-        return AttemptEnd(attempt.codes, first, (failed_at or time.monotonic()) - began)
+        return NodeEnd(attempt.codes, first, (failed_at or time.monotonic()) - began)
 
     def _wait(self, attempt: LaunchAttempt, deadlines: Deadlines) -> list[RankProcess]:
         """Wait for the next events; return the ranks that have ended."""
@@ -439,7 +439,7 @@ class Launcher:
 
     # --- after an attempt ---------------------------------------------------------------------------------
 
-    def _end_everywhere(self, end: AttemptEnd) -> AttemptEnd:
+    def _end_everywhere(self, end: NodeEnd) -> NodeEnd:
         """Tell the replica's other hosts how this one's ranks ended; return the end of all.
 
         Without an answer, as where the lighthouse is away, ranks that have finished are waited for no longer.
@@ -447,11 +447,11 @@ class Launcher:
         if self._hosts is None:
             return end
         self._hosts.tell_end(end)
-        until = time.monotonic() + UNTOLD_S if set(end.codes.values()) == {FINISHED} else math.inf
+        until = time.monotonic() + UNTOLD_S if end.is_clean else math.inf
         while not self._ended_by and time.monotonic() < until:
             of_all = self._hosts.order.ended
             if of_all is not None:
-                return AttemptEnd(of_all.codes, of_all.first, of_all.ran_s, of_all.lost)
+                return of_all
             self._look(min(until - time.monotonic(), 3600.0))
         return end
 

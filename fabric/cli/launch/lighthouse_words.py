@@ -23,7 +23,6 @@ from msgspec.structs import replace
 import fabric
 from fabric.cli.launch.attempt import Place
 from fabric.cli.launch.devices import device_kind
-from fabric.cli.launch.restart_policy import AttemptEnd
 from fabric.errors import FabricError, Unreachable
 from fabric.model import Value, counted, printable, shortened
 from fabric.protocol.messages.wire import decode_value
@@ -189,9 +188,9 @@ class OtherHosts:
         host, _, port = order.head.rpartition(":")
         return Place(order.node, self.says.nodes, host, int(port))
 
-    def tell_end(self, end: AttemptEnd) -> None:
+    def tell_end(self, end: NodeEnd) -> None:
         """Say how this host's ranks ended."""
-        self._say(end=NodeEnd(dict(end.codes), end.first, end.ran_s))
+        self._say(end=end)
 
     def leave(self, why: str) -> "concurrent.futures.Future[None]":
         """Say why this launcher ends. The future is done when that has arrived."""

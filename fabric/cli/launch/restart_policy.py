@@ -5,11 +5,12 @@ All functions here take plain values; ``fabric.cli.launch.launcher`` has the clo
 
 import contextlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fabric.exit_codes import DEVICE_FAILED, END_BY_SIGNAL, FINAL_CODES, FINISHED, LAYOUT_REFUSED, RESTART
 from fabric.model import Value
+from fabric.protocol.nodes import NodeEnd
 from fabric.runtime.rank_layout import RankLayout
 
 # After an attempt of this length the count of quick deaths is zero. The first one is followed by no pause.
@@ -17,20 +18,6 @@ HEALTHY_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 # One device error may be the program's fault. A device with this many errors within this time is excluded.
 DEVICE_ERRORS, DEVICE_ERRORS_WITHIN_S = 2, 1800.0
-
-
-class AttemptEnd(Value):
-    """How an attempt ended."""
-
-    codes: Mapping[int, int]  # exit code of each rank; negative: the signal that killed it
-    first: tuple[int, ...] = ()  # ranks that failed first, before the launcher ended other ranks
-    ran_s: float = 0.0  # seconds from the attempt's start to its first failure
-    lost: tuple[str, ...] = ()  # the replica's other hosts that were lost, with the reason
-
-    @property
-    def lost_device(self) -> tuple[int, ...]:
-        """The ranks whose devices failed."""
-        return tuple(rank for rank, code in sorted(self.codes.items()) if code == DEVICE_FAILED)
 
 
 class NextMove(Value):
@@ -54,9 +41,9 @@ class RestartPolicy:
         """Whether a restart is left."""
         return self.most is None or self.restarts < self.most
 
-    def judge(self, end: AttemptEnd) -> NextMove:
+    def judge(self, end: NodeEnd) -> NextMove:
         """Return the launcher's next move after this attempt."""
-        if set(end.codes.values()) == {FINISHED} and not end.lost:
+        if end.is_clean:
             return NextMove(code=FINISHED)
         refusing = [rank for rank, code in sorted(end.codes.items()) if code == LAYOUT_REFUSED]
         if refusing:

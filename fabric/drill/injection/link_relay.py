@@ -4,24 +4,23 @@ Peers dial the relay's address, a loopback address of its own, and the relay dia
 port. A cut holds bytes back and closes no connection, as a network does that loses every packet.
 """
 
+import asyncio
 import contextlib
 import re
-import selectors
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from fabric.errors import ConfigError
+from fabric.runtime.tasks import BackgroundLoop
 
 _PIECE_BYTES = 1 << 16
+_DIAL_S = 2.0
 # The dialler names itself within so many bytes.
 _GREETING_BYTES = 4096
 _NAME = re.compile(rb'"replica":"([^"\\\\]{1,64})"')
-_LOOK_S = 0.5
 _HOLD_S = 0.05
 # A piece of at least so many bytes is of a gradient; greetings and messages are shorter.
 _GRADIENT_BYTES = 2048
@@ -38,7 +37,6 @@ class LinkWeather(Struct):
     delayed: int = 0  # pieces that were delayed
     reset: int = 0  # connections that were reset
     flipped: int = 0  # bits that were flipped
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def clear(self) -> None:
         """End all faults; the counts stay."""
@@ -47,22 +45,21 @@ class LinkWeather(Struct):
 
     def passes(self, data: bytes) -> bytes:
         """Return ``data`` on its way to the replica, with one bit flipped if that fault is due."""
-        with self.lock:
-            if not self.flips or len(data) < _GRADIENT_BYTES:
-                return data
-            self.flips = False
-            self.flipped += 1
+        if not self.flips or len(data) < _GRADIENT_BYTES:
+            return data
+        self.flips = False
+        self.flipped += 1
         changed = bytearray(data)
         changed[len(data) // 2] ^= 1
         return bytes(changed)
 
 
-class _Connection:
-    """One forwarded connection. ``near`` is the dialler's end."""
+class _Connection(Struct, eq=False):
+    """One forwarded connection. ``near`` leads to the dialler, ``far`` to the replica behind the relay."""
 
-    def __init__(self, near: socket.socket, far: socket.socket, dialler: LinkWeather) -> None:
-        self.near, self.far = near, far
-        self.dialler = dialler  # the weather of the dialler, once its greeting has named it
+    near: asyncio.StreamWriter
+    far: asyncio.StreamWriter
+    dialler: LinkWeather  # the weather of the dialler, once its greeting has named it
 
 
 class LinkRelay:
@@ -77,18 +74,16 @@ class LinkRelay:
     ) -> None:
         self.weather = weathers[replica]
         self._weathers = weathers
-        self._over = threading.Event()
-        self._guard = threading.Lock()
-        self._listeners: list[socket.socket] = []
-        self._connections: list[_Connection] = []
-        self._threads: list[threading.Thread] = []
+        self._listeners: list[asyncio.Server] = []
+        self._connections: list[_Connection] = []  # the oldest first
         self.ports: list[int] = []
+        self._loop: BackgroundLoop | None = BackgroundLoop("fabric-relay")
         try:
             for port, behind in ports.items():
                 listener = socket.create_server((host, port))
-                self._listeners.append(listener)
                 self.ports.append(listener.getsockname()[1])
-                self._start(partial(self._accept, listener, behind))
+                serving = asyncio.start_server(partial(self._carry, behind), sock=listener)
+                self._listeners.append(self._loop.start(serving).result())
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -96,112 +91,73 @@ class LinkRelay:
             ) from error
 
     def close(self) -> None:
-        self._over.set()
-        with self._guard:
-            sockets = [sock for link in self._connections for sock in (link.near, link.far)]
-        for sock in (*self._listeners, *sockets):
-            _end(sock, socket.SHUT_RDWR)
-        for listener in self._listeners:
-            listener.close()
-        for thread in self._threads:
-            thread.join(timeout=2.0)
+        if self._loop is not None:
+            self._loop.start(self._end()).result()
+            self._loop.close()
+            self._loop = None
 
     def reset_one(self) -> bool:
         """End the oldest connection; return whether there was one."""
-        with self._guard:
-            link = self._connections.pop(0) if self._connections else None
-        if link is None:
-            return False
-        for sock in (link.near, link.far):
-            _end(sock, socket.SHUT_RDWR)
-        self.weather.reset += 1
-        return True
+        ended = self._loop.start(self._end(1)).result() if self._loop is not None else 0
+        self.weather.reset += ended
+        return ended > 0
 
-    def _start(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name="fabric-relay", daemon=True)
-        self._threads = [x for x in self._threads if x.is_alive()] + [thread]
-        thread.start()
+    async def _end(self, most: int | None = None) -> int:
+        """End so many of the connections, None for all and the listeners; return how many there were."""
+        for listener in self._listeners if most is None else ():
+            listener.close()
+        ended, self._connections[:most] = self._connections[:most], []
+        for end in (end for link in ended for end in (link.near, link.far)):
+            end.transport.abort()
+        return len(ended)
 
-    def _accept(self, listener: socket.socket, port: int) -> None:
-        while not self._over.is_set():
-            try:
-                near, _ = listener.accept()
-            except OSError:
-                return
-            far = None
-            with contextlib.suppress(OSError):
-                far = socket.create_connection(("127.0.0.1", port), timeout=2.0)
-            if far is None:
-                near.close()
-                continue
-            far.settimeout(None)
-            for sock in (near, far):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = _Connection(near, far, LinkWeather())
-            with self._guard:
-                self._connections.append(link)
-            self._start(partial(self._carry, link))
-
-    def _carry(self, link: _Connection) -> None:
+    async def _carry(self, behind: int, source: asyncio.StreamReader, near: asyncio.StreamWriter) -> None:
         """Forward both directions of one connection until it ends."""
-        back = threading.Thread(target=self._forward_out, args=(link,), daemon=True)
-        back.start()
-        self._forward_in(link)
-        back.join()
-        with self._guard:
-            if link in self._connections:
-                self._connections.remove(link)
-        link.near.close()
-        link.far.close()
+        try:
+            async with asyncio.timeout(_DIAL_S):
+                answers, far = await asyncio.open_connection("127.0.0.1", behind)
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            near.close()
+            return
+        link = _Connection(near, far, LinkWeather())
+        self._connections.append(link)
+        # Asyncio of Python 3.11 would log the cancellation at the relay's end.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(self._forward_in(link, source), self._forward_out(link, answers))
+        if link in self._connections:
+            self._connections.remove(link)
+        near.close()
+        far.close()
 
-    def _forward_in(self, link: _Connection) -> None:
+    async def _forward_in(self, link: _Connection, source: asyncio.StreamReader) -> None:
         """Forward from the dialler to the replica behind this relay."""
         begun = b""
-        for data in self._pieces(link.near, lambda: self.weather.holds_to or link.dialler.holds_from):
-            if len(begun) < _GREETING_BYTES:
-                begun += data[:_GREETING_BYTES]
-                if name := _NAME.search(begun):
-                    link.dialler = self._weathers.get(name[1].decode(), link.dialler)
-            if self.weather.delay_s:
-                time.sleep(self.weather.delay_s)
-                self.weather.delayed += 1
-            if not _send(link.far, self.weather.passes(data)):
-                break
-        _end(link.far, socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            while data := await source.read(_PIECE_BYTES):
+                if len(begun) < _GREETING_BYTES:
+                    begun += data[:_GREETING_BYTES]
+                    if name := _NAME.search(begun):
+                        link.dialler = self._weathers.get(name[1].decode(), link.dialler)
+                await self._while_held(lambda: self.weather.holds_to or link.dialler.holds_from)
+                if self.weather.delay_s:
+                    await asyncio.sleep(self.weather.delay_s)
+                    self.weather.delayed += 1
+                link.far.write(self.weather.passes(data))
+                await link.far.drain()
+            link.far.write_eof()
 
-    def _forward_out(self, link: _Connection) -> None:
+    async def _forward_out(self, link: _Connection, source: asyncio.StreamReader) -> None:
         """Forward from the replica behind this relay to the dialler."""
-        for data in self._pieces(link.far, lambda: self.weather.holds_from or link.dialler.holds_to):
-            if not _send(link.near, data):
-                break
-        _end(link.near, socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            while data := await source.read(_PIECE_BYTES):
+                await self._while_held(lambda: self.weather.holds_from or link.dialler.holds_to)
+                link.near.write(data)
+                await link.near.drain()
+            link.near.write_eof()
 
-    def _pieces(self, source: socket.socket, is_held: Callable[[], bool]) -> Iterator[bytes]:
-        """Yield the bytes of ``source`` until its end; while ``is_held``, they stay in the kernel."""
-        with contextlib.suppress(OSError, ValueError), selectors.DefaultSelector() as ready:
-            ready.register(source, selectors.EVENT_READ)
-            while not self._over.is_set():
-                if not ready.select(_LOOK_S):
-                    continue
-                if is_held():
-                    for weather in self._weathers.values():
-                        weather.held += weather.holds_to or weather.holds_from
-                    time.sleep(_HOLD_S)
-                    continue
-                data = source.recv(_PIECE_BYTES)
-                if not data:
-                    return
-                yield data
-
-
-def _send(sock: socket.socket, data: bytes) -> bool:
-    try:
-        sock.sendall(data)
-    except OSError:
-        return False
-    return True
-
-
-def _end(sock: socket.socket, how: int) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(how)
+    async def _while_held(self, is_held: Callable[[], bool]) -> None:
+        """Hold a piece while a cut does, and count it for each replica that is cut."""
+        while is_held():
+            for weather in self._weathers.values():
+                weather.held += weather.holds_to or weather.holds_from
+            await asyncio.sleep(_HOLD_S)

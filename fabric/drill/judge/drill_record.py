@@ -1,18 +1,15 @@
 """All records of one drill: the journals, the faults, the recovery records, the drill's observations.
 
-Times are Unix seconds. A recovery record comes from the lighthouse, so only the fields listed here are read,
-with their types checked.
+Times are Unix seconds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from fabric.audit.journal import RecordedRun
-from fabric.errors import ProtocolError
+from fabric.audit.journal import RecordedRun, RecoveryFacts
 from fabric.model import Value
 
 # After this fault the job begins again from the newest snapshot in memory.
@@ -59,37 +56,6 @@ class HeadlineSighting(Value):
 
     t: float
     text: str
-
-
-class LostReplica(msgspec.Struct, frozen=True):
-    """One lost replica of a recovery record; 0.0: not yet."""
-
-    joined: float = 0.0
-
-
-class RecoveryFacts(msgspec.Struct, frozen=True):
-    """The fields of a recovery record that the judge compares with the journals; 0.0: not yet."""
-
-    kind: str
-    detected: float
-    step: int = 0
-    epoch: int = 0
-    step_committed: float = 0.0
-    steps_lost: int = 0
-    why: str = ""
-    incident_id: str = ""
-    lost: dict[str, LostReplica] = {}
-
-
-def read_recoveries(entries: Sequence[object]) -> tuple[RecoveryFacts, ...]:
-    """Check the recovery records of a lighthouse. Raises ProtocolError for another form."""
-    try:
-        return tuple(msgspec.convert(entry, RecoveryFacts) for entry in entries)
-    except (msgspec.ValidationError, UnicodeError) as error:
-        raise ProtocolError(
-            f"the lighthouse sent a recovery record that cannot be used ({str(error)[:300]}): "
-            "run a drill of the lighthouse's version"
-        ) from error
 
 
 class DrillRecord(Value):

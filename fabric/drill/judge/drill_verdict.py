@@ -11,9 +11,9 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from fabric.audit.audit import Evidence, finished
-from fabric.audit.journal import JournalLine, lines_of
+from fabric.audit.journal import JournalLine, RecoveryFacts, lines_of
 from fabric.audit.summary import RunSummary, Verdict, judge
-from fabric.drill.judge.drill_record import WIPED, DrillRecord, HeadlineSighting, InjectedFault, RecoveryFacts
+from fabric.drill.judge.drill_record import WIPED, DrillRecord, HeadlineSighting, InjectedFault
 from fabric.drill.judge.expectations import DEFAULTS, MAY_LOSE, Expectation, MeasureUnit, parse_expectation
 from fabric.model import Value
 

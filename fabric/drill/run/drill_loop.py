@@ -9,16 +9,14 @@ from functools import partial
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from fabric.audit.journal import RecordedRun, read_run
+from fabric.audit.journal import RecordedRun, RecoveryFacts, read_recoveries, read_run
 from fabric.drill.injection.drilled_processes import DrilledProcesses
 from fabric.drill.injection.undo_guard import UndoGuard
 from fabric.drill.judge.drill_record import (
     DrillRecord,
     HeadlineSighting,
     InjectedFault,
-    RecoveryFacts,
     StepSighting,
-    read_recoveries,
 )
 from fabric.drill.run.journal_watch import JournalWatch
 from fabric.drill.run.started_faults import DrillScene, play

@@ -8,25 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from fabric.audit.journal import RecordedRun, read_journals
 from fabric.drill.judge.drill_record import DrillRecord, InjectedFault
 from fabric.drill.run.drill_loop import BACK_STEPS, ScheduledDrill
+from fabric.drill.run.started_faults import SEEN_S, UNDONE_S
 from fabric.drill.schedule.drill_schedule import DrillSchedule, ScheduledFault
 from fabric.drill.schedule.fault_table import FaultNeed, FaultScope
 from fabric.errors import FabricError, Refused
-from fabric.model import Value
 from fabric.runtime.http.lighthouse_client import Lighthouses, understood
 from fabric.runtime.system_calls import boot_id
 
 # The lighthouse ends a drill that is not renewed for ten seconds.
 _RENEW_S = 2.0
 _POLL_S = 0.2
-SEEN_S, UNDONE_S = 120.0, 240.0
 
 
-class DrilledReplica(Value):
+class DrilledReplica(Struct):
     """A replica that allows drills."""
 
     replica: str
@@ -45,11 +45,8 @@ class RunningJob:
         """Return the replicas that allow drills, by name. Raises FabricError."""
         answer = self._ask("drill")
         with understood("the lighthouse"):
-            entries = answer.get("injectors", [])
-            return {
-                str(x["replica"]): DrilledReplica(str(x["replica"]), int(x["pid"]), str(x["host"]))
-                for x in entries
-            }
+            listed = convert(answer.get("injectors", []), list[DrilledReplica])
+            return {x.replica: x for x in listed}
 
     def needs_met(self) -> frozenset[FaultNeed]:
         met = {FaultNeed.TRAINERS}

@@ -7,10 +7,8 @@ member joins, and not from the first step of an epoch. A member that may have fa
 import heapq
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from msgspec.structs import replace
 
 from fabric.health.alarm import Damping
 from fabric.health.detector import KEPT_STEPS, MOST_BEHIND, JobDetector, RankHistory, ReplicaSpeed
@@ -19,7 +17,7 @@ from fabric.health.localise import Scope, Slowdown, Unit
 from fabric.health.work import WorkAmount, is_time
 from fabric.lighthouse.diagnosis.remedies import RemedyAdvisor
 from fabric.lighthouse.diagnosis.speed_checks import CONFIRMED, SpeedChecks, SpeedVerdict
-from fabric.lighthouse.history.slowdowns import VERDICT, SlowdownState
+from fabric.lighthouse.history.slowdowns import VERDICT
 from fabric.model import Member, Record, StepTimes, Value
 from fabric.protocol.leader.adaptations import OFF
 from fabric.protocol.leader.core import LeaderCore
@@ -47,7 +45,9 @@ class SlownessEvent(Value):
 class SlownessWatch:
     """``hear`` every heartbeat with times; ``look`` when ``is_due``, as it visits all replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: Callable[[str, int, float], None] = lambda *_: None) -> None:
+        """``count`` hears what a step of a slow replica costs: its name, the step, and seconds."""
+        self._count = count
         self._detector = JobDetector(floor_s=FLOOR_S, most_ranks=MOST_MEMBERS)
         self._links = LinkDetector()
         self._damping, self._job_damping = Damping(), Damping()
@@ -59,10 +59,9 @@ class SlownessWatch:
         # Members that have not been seen to know every step; None: the members cannot be compared.
         self._joining: list[Member] | None = None
         self._slow: dict[str, Slowdown] = {}
-        self._states: dict[str, SlowdownState] = {}  # of the present slowdowns, with their costs
         self.remedies = RemedyAdvisor()
         self._notes: set[str] = set()
-        self.checks = SpeedChecks()  # the micro-benchmarks of slow replicas
+        self.checks = SpeedChecks(int(time.time()))  # the micro-benchmarks of slow replicas
 
     @property
     def slow(self) -> Mapping[str, Slowdown]:
@@ -120,15 +119,15 @@ class SlownessWatch:
         if slowdown.is_between_replicas:
             seconds = times.sending_s.get(slowdown.units[1].replica, 0.0)
         if is_time(seconds):
-            self._states[name] = self._states[name].counted(step, seconds)
+            self._count(name, step, seconds * (1.0 - 1.0 / slowdown.factor))
 
     def _computing_slowly(self) -> dict[str, Slowdown]:
         """The present slowdowns without slow links between replicas, against which no remedy helps."""
         return {name: x for name, x in self._slow.items() if not x.is_between_replicas}
 
-    def states(self) -> list[SlowdownState]:
-        """The present slowdowns, for their records."""
-        return list(self._states.values())
+    def parts(self) -> dict[str, tuple[Slowdown, list[int]]]:
+        """The present slowdowns with their slow ranks, by replica."""
+        return {name: (x, self._detector.numbers(x)) for name, x in self._slow.items()}
 
     @property
     def slowest_speed(self) -> float:
@@ -143,10 +142,8 @@ class SlownessWatch:
     def look(self, core: LeaderCore, now: float) -> list[SlownessEvent]:
         """Judge all replicas again, and begin or end a check of one; return the new events."""
         events, record = self._look_at_times(core, now), core.state.record
-        ranks = {name: state.ranks for name, state in self._states.items()}
-        verdicts = self.checks.look(
-            self._slow, ranks, record.names if record is not None else (), time.time()
-        )
+        ranks = {name: ranks for name, (_, ranks) in self.parts().items()}
+        verdicts = self.checks.look(self._slow, ranks, record.names if record is not None else (), now)
         return events + [self.take_verdict(verdict) for verdict in verdicts]
 
     def take_verdict(self, verdict: SpeedVerdict) -> SlownessEvent:
@@ -158,7 +155,7 @@ class SlownessWatch:
     def _look_at_times(self, core: LeaderCore, now: float) -> list[SlownessEvent]:
         record, self._looked_at, self._has_news = core.state.record, now, False
         if record is None or record.complete or self.mode(core) == OFF or len(record.roster) > MOST_MEMBERS:
-            self._slow, self._states = {}, {}
+            self._slow = {}
             self.remedies.forget()
             return []
         failed = {m.replica for m in record.roster if core.state.liveness.failure_reason(m, now)}
@@ -169,16 +166,6 @@ class SlownessWatch:
         lasting = self._damping.admit(slowdowns.keys() - {WHOLE_JOB}, self._newest_step)
         lasting |= self._job_damping.admit(slowdowns.keys() & {WHOLE_JOB}, self._newest_step)
         self._slow = {name: slowdown for name, slowdown in slowdowns.items() if name in lasting}
-        self._states = {
-            name: replace(
-                self._states.get(name) or SlowdownState(name),
-                scope=str(x.scope),
-                ranks=tuple(self._detector.numbers(x)),
-                factor=x.factor,
-                cause=x.evidence,
-            )
-            for name, x in self._slow.items()
-        }
         begun = self._slow.keys() - before.keys()
         events = [SlownessEvent("slow", name, x.evidence) for name, x in self._slow.items() if name in begun]
         events += [
@@ -212,11 +199,11 @@ class SlownessWatch:
                 {
                     "scope": str(x.scope),
                     "replica": x.replica,
-                    "ranks": list(self._states[name].ranks),
+                    "ranks": ranks,
                     "factor": round(x.factor, 3),
                     "evidence": x.evidence,
                 }
-                for name, x in self._slow.items()
+                for x, ranks in self.parts().values()
             ],
             "replicas": replicas,
             "links": self._links.states(MOST_ROWS),

@@ -116,12 +116,13 @@ class SpeedCheck(Struct):
 class SpeedChecks:
     """One check at a time, one for each slowdown, and at most MOST_PER_HOUR in an hour."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        """``number``: less than that of the first check, and more than those of an earlier leader."""
         self._check: SpeedCheck | None = None
         self._begun: list[float] = []  # when the checks of the last hour began
         # Slow replicas that were checked since they became slow, and whether their link was checked.
         self._done: dict[str, bool] = {}
-        self._number = 0
+        self._number = number
 
     def look(
         self,
@@ -164,7 +165,7 @@ class SpeedChecks:
             echoes = dict([suspect, other]) if other is not None else {}
         if not witness:
             return
-        self._number = max(self._number + 1, math.ceil(now))  # grows from one leader to the next
+        self._number += 1
         self._check = SpeedCheck(self._number, slowdown, tuple(ranks), witness, now + ANSWER_S, echoes)
         self._begun.append(now)
         self._done[name] = slowdown.is_between_replicas

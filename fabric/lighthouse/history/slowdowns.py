@@ -4,13 +4,13 @@ A record is for people, like a recovery record. Times are Unix seconds. The cost
 report the times of some of their steps.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field, to_builtins
-from msgspec.structs import replace
 
 from fabric.health.detector import MOST_BEHIND
+from fabric.health.localise import Slowdown
 from fabric.lighthouse.history.recovery import CAPACITY
 from fabric.model import Value, shortened
 
@@ -20,25 +20,6 @@ MOST_ACTIONS = 20
 _OWN_KINDS = ("slow", "no longer slow", "slow part", "trainer stopped", "trainer running")
 VERDICT = "slowness "  # the kind of the event of a micro-benchmark's verdict, which follows
 _NEW_LEADER = "another lighthouse leads, which does not know whether it lasts"
-
-
-class SlowdownState(Value):
-    """A slowdown as it is now."""
-
-    replica: str  # empty: the whole job
-    scope: str = ""  # rank, stage, link, replica or job
-    ranks: tuple[int, ...] = ()  # the slow ranks; empty: all
-    factor: float = 1.0  # time of the slow units over the time of equal units
-    cause: str = ""  # the evidence, in a sentence
-    steps: int = 0  # steps since its beginning
-    cost_s: float = 0.0  # seconds by which these steps took longer
-    newest: int | None = None  # the newest counted step
-
-    def counted(self, step: int, seconds: float) -> "SlowdownState":
-        """Count a step that took ``seconds``; steps without a report since the last one took as long."""
-        steps = 1 if self.newest is None else max(0, min(step - self.newest, MOST_BEHIND))
-        cost_s = self.cost_s + steps * seconds * (1.0 - 1.0 / self.factor)
-        return replace(self, steps=self.steps + steps, cost_s=cost_s, newest=step)
 
 
 class SlowdownAction(Value):
@@ -72,19 +53,18 @@ class SlowdownRecord(Struct):
     def is_open(self) -> bool:
         return not self.ended
 
-    def take(self, state: SlowdownState) -> bool:
-        """Bring this record up to date; return whether more than its cost has changed."""
-        before = (self.scope, self.ranks)
-        if state.factor > self.factor or (state.scope, list(state.ranks)) != before:
-            self.scope, self.ranks, self.cause = state.scope, list(state.ranks), shortened(state.cause, 1000)
-        self.factor = round(max(self.factor, state.factor), 3)
-        self.steps, self.cost_s = state.steps, round(state.cost_s, 3)
-        return (self.scope, self.ranks) != before
+    def take(self, slowdown: Slowdown, ranks: Sequence[int]) -> bool:
+        """Bring this record up to date; return whether more than its factor has changed."""
+        before, now = (self.scope, self.ranks), (str(slowdown.scope), list(ranks))
+        if slowdown.factor > self.factor or now != before:
+            (self.scope, self.ranks), self.cause = now, shortened(slowdown.evidence, 1000)
+        self.factor = round(max(self.factor, slowdown.factor), 3)
+        return now != before
 
     def to_json(self) -> dict[str, Any]:
         """Return the form for the store and for people."""
         body: dict[str, Any] = to_builtins(self)
-        return body
+        return body | {"cost_s": round(self.cost_s, 3)}
 
 
 def _leave(records: list[SlowdownRecord], unix_s: float) -> None:
@@ -101,6 +81,7 @@ class Slowdowns:
         self.total_s = 0.0  # the cost of all slowdowns that this process has seen
         self.counts: dict[str, int] = {}  # scope -> number of slowdowns that this process has seen
         self._open: dict[str, SlowdownRecord] = {}  # by replica
+        self._counted: dict[str, int] = {}  # the newest step that an open record counts, by replica
 
     def restore(self, stored: list[SlowdownRecord], unix_s: float) -> list[SlowdownRecord]:
         """Take the records of an earlier leader; return those that it left open, which end now."""
@@ -117,32 +98,41 @@ class Slowdowns:
         _leave(left, unix_s)
         return left
 
+    def count(self, replica: str, step: int, lost_s: float) -> None:
+        """Count a step that took longer by ``lost_s``; steps without a report since the last one did too."""
+        if (record := self._open.get(replica)) is not None:
+            newest = self._counted.get(replica, step - 1)
+            steps, self._counted[replica] = max(0, min(step - newest, MOST_BEHIND)), step
+            record.steps, record.cost_s = record.steps + steps, record.cost_s + steps * lost_s
+            self.total_s += steps * lost_s
+
     def observe(
-        self, states: Iterable[SlowdownState], event: int, step: int, unix_s: float
+        self, slow: Mapping[str, tuple[Slowdown, Sequence[int]]], event: int, step: int, unix_s: float
     ) -> list[SlowdownRecord]:
         """Bring the records up to date; return those to store: begun, ended, or of another scope.
 
-        ``event``: the id of the newest event."""
-        changed, present = [], {state.replica: state for state in states}
-        for name in [name for name in self._open if name not in present]:
+        ``slow``: the present slowdowns with their ranks, by replica. ``event``: the id of the newest event.
+        """
+        changed = []
+        for name in [name for name in self._open if name not in slow]:
             record = self._open.pop(name)
             record.ended, record.ended_step = unix_s, step
             record.ended_why = "it takes as long as predicted again"
             changed.append(record)
-        for name, state in present.items():
-            record = self._open.get(name) or self._begin(state, event + len(changed), step, unix_s)
-            is_new = not record.cause
-            self.total_s += max(0.0, state.cost_s - record.cost_s)
-            if record.take(state) or is_new:
+        for name, (slowdown, ranks) in slow.items():
+            is_new = name not in self._open
+            record = self._open.get(name) or self._begin(slowdown, event + len(changed), step, unix_s)
+            if record.take(slowdown, ranks) or is_new:
                 changed.append(record)
         return changed
 
-    def _begin(self, state: SlowdownState, event: int, step: int, unix_s: float) -> SlowdownRecord:
-        latest = self.kept[-1].id if self.kept else 0
-        record = SlowdownRecord(max(event, latest + 1), state.replica, state.scope, unix_s, step)
+    def _begin(self, slowdown: Slowdown, event: int, step: int, unix_s: float) -> SlowdownRecord:
+        latest, scope = self.kept[-1].id if self.kept else 0, str(slowdown.scope)
+        record = SlowdownRecord(max(event, latest + 1), slowdown.replica, scope, unix_s, step)
         self.kept = [*self.kept, record][-CAPACITY:]
-        self._open[state.replica] = record
-        self.counts[state.scope] = self.counts.get(state.scope, 0) + 1
+        self._open[slowdown.replica] = record
+        self._counted.pop(slowdown.replica, None)
+        self.counts[scope] = self.counts.get(scope, 0) + 1
         return record
 
     def note(self, kind: str, about: str, why: str, unix_s: float) -> list[SlowdownRecord]:

@@ -315,7 +315,7 @@ class Job:
         self._tensors: tuple[str, ...] = ()  # descriptions of the parameters, shared by all sessions
         self._answers = WorkQueue()
         self._waits = WaitSentence()
-        self.slowness = SlownessWatch()
+        self.slowness = SlownessWatch(self.history.slowdowns.count)
         self.drills = Drills(name, self.note, context.clock)
         self._diagnosis = DiagnosisTask(
             partial(context.access_to, name),
@@ -627,8 +627,8 @@ class Job:
         for change in self.slowness.look(self.core, now):
             self.note(change.kind, change.about, change.why)
         step = self.core.progress.highest_step or 0
-        states, slowdowns = self.slowness.states(), self.history.slowdowns
-        self.history.keep_slowdowns(slowdowns.observe(states, self.events.newest, step, time.time()))
+        slow, slowdowns = self.slowness.parts(), self.history.slowdowns
+        self.history.keep_slowdowns(slowdowns.observe(slow, self.events.newest, step, time.time()))
         if (order := self.slowness.remedies.take_order()) is not None:
             self._feed(order)
 

@@ -6,6 +6,7 @@ from fabric.protocol.leader import admission
 from fabric.protocol.leader.adaptations import Adaptations, Relayouts
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.core import Decisions
+from fabric.protocol.leader.evictions import RingRebuilder
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.liveness import ServerStatuses
@@ -594,5 +595,12 @@ RULES = (
         "any(x.process not in ends for x in self.overrides.gone)",
         "False",
         "protocol/test_leader_orders.py::test_the_next_lighthouse_knows_that_a_host_is_gone_until_it_is_heard",
+    ),
+    Mutant(
+        "replicas that were left out for a link do not count beside a further cut",
+        RingRebuilder._left_out_before,
+        "if admission.healing.calm_s(x.process)",
+        "if False",
+        "links 900022",
     ),
 )

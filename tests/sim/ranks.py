@@ -137,6 +137,10 @@ class RankMain(MainThread):
         if isinstance(self.trainer, Heading) and not self.trainer.core.member.serving.snapshots:
             self.trainer.feed(ro.SnapshotDue(0))
 
+    def _is_alone(self) -> bool:
+        """As `RankEngine.may_be_asked`: the ranks would learn of another replica at different times."""
+        return False
+
     def snapshot(self, generation: int) -> None:
         """Take a snapshot when rank 0 orders it."""
         if isinstance(self.trainer, Heading):

@@ -55,7 +55,7 @@ RULES = (
     Mutant(
         "a note of an end counts although the job went on",
         Endings.note_ended,
-        " and ended.step >= (self.progress.highest_step or 0)",
+        " and ended.step >= (self.state.highest_step or 0)",
         "",
         "protocol/test_leader_end.py::test_a_job_end_of_another_store_generation_or_step_is_ignored",
     ),

@@ -149,11 +149,12 @@ class RingRebuilder(Struct, eq=False):
     def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
         """Note an abort in any epoch since the last forced epoch: only the next forced epoch answers it.
 
-        A planned epoch does not free members that wait in the epoch before it. A leaving member's abort stops
-        the others too. A process that none of these epochs lists was in none of their rounds.
+        A planned epoch does not free members that wait in the epoch before it. The abort of a member that it
+        left out stops the others too. A process that none of these epochs lists was in none of their rounds.
         """
         name = peer.session.replica
-        if not self.state.in_force(peer) and peer.process not in self.state.epoch.departed:
+        has_left = self.evictions.admission.ending.get(name) == peer.process
+        if not (self.state.in_force(peer) or has_left):
             return
         if message.waiting_for or message.stalled:
             # This member was in the round that ends, so a wait for it in the next round begins at zero.

@@ -4,12 +4,12 @@ event.
 
 import pytest
 from msgspec.structs import replace
-from protocol.makers import record_of
+from protocol.makers import record_of, session_of
 
 from fabric.errors import IllegalTransition, ProtocolError
 from fabric.model import Base, Fence, RankAddress, SnapshotRef
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
+from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import rank_messages as ro
@@ -30,8 +30,8 @@ class Replica:
     """Replica ``a`` of two ranks; ``do`` feeds events and keeps the commands of the last."""
 
     def __init__(self, groups=(0, 1)):
-        identity = MemberIdentity("a", 1, "a:1", "http://a", M, ranks=addresses("a"))
-        self.core = Ranks(MemberCore(identity, MemberConfig(), 0.0, MemberState(0, 0, "start")), groups)
+        identity = session_of("a", ranks=addresses("a"))
+        self.core = Ranks(MemberCore(identity, MemberConfig(), 0.0), groups)
         self.effects = []
         self.do(io.LeaderConnected())
 
@@ -618,8 +618,8 @@ class Unequal(Replica):
 
     def __init__(self, groups=(0, 1)):
         super().__init__(groups)
-        identity = MemberIdentity("a", 1, "a:1", "http://a", M, ranks=addresses("a"), cuts="x")
-        member = MemberCore(identity, MemberConfig(), 0.0, MemberState(0, 0, "start"))
+        identity = session_of("a", ranks=addresses("a"), cuts="x")
+        member = MemberCore(identity, MemberConfig(), 0.0)
         self.core = Ranks(member, groups, unequal=True)
         self.do(io.LeaderConnected())
 

@@ -21,7 +21,7 @@ from sim.world import World
 
 from fabric.model import RankAddress, SnapshotRef
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberConfig, MemberState
+from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import rank_messages as ro
 from fabric.protocol.ranks import FollowerRank, HostVoice, Ranks, ToOthers, ToSelf
@@ -224,9 +224,9 @@ class Heading(Trainer):
         servers = [x.server.memory.snapshots for x in followers]
         snapshots = tuple(s for s in member.serving.snapshots if all(s in held for held in servers))
         digests = [self.main.digest, *(x.main.digest for x in followers)]
-        identity, config = replace(member.context.identity, ranks=ranks), member.context.config
-        state = MemberState(0, 0, ro.replica_digest(digests))
-        self.core = _Core(MemberCore(identity, config, self.clock(), state, snapshots), self.core.groups)
+        digest, config = ro.replica_digest(digests), member.context.config
+        identity = replace(member.context.identity, ranks=ranks, digest=digest, snapshots=snapshots)
+        self.core = _Core(MemberCore(identity, config, self.clock()), self.core.groups)
         self.link_ranks(followers)
 
     def link_ranks(self, followers: "list[Following]") -> None:

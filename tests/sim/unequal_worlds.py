@@ -24,7 +24,6 @@ from fabric.client.state.state_loader import StateLoader, fetch_failure
 from fabric.errors import Gone, StateError, Unreachable
 from fabric.model import NOT_LAUNCHED, LaunchedLayouts, RankAddress, SnapshotRef
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberState
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import rank_messages as ro
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion
@@ -338,10 +337,11 @@ class UnequalHead(_Piecewise, Heading):
         held = [self.world.held_by(x.server, len(ranks)) for x in ranks]
         snapshots = tuple(s for s in held[0] if all(s in other for other in held))
         self.holds_snapshots = any(x.server.memory.snapshots for x in ranks)
-        identity = replace(member.context.identity, ranks=addresses, cuts=self.cuts)
+        digest = ro.summed_digest([x.main.digest for x in ranks])
+        identity = replace(member.context.identity, ranks=addresses, cuts=self.cuts, digest=digest)
+        identity = replace(identity, snapshots=snapshots)
         config = replace(member.context.config, launched=self.world.launched(self.host))
-        state = MemberState(0, 0, ro.summed_digest([x.main.digest for x in ranks]))
-        core = MemberCore(identity, config, self.clock(), state, snapshots)
+        core = MemberCore(identity, config, self.clock())
         self.core = core if self.is_alone else _Core(core, (0,) * len(ranks), unequal=True)
         if followers:
             self.link_ranks(followers)

@@ -17,7 +17,8 @@ from fabric.client.process.last_notes import find_job_end
 from fabric.errors import ConfigError
 from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sharing, SnapshotRef, Value
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
+from fabric.protocol.member.state import MemberConfig
+from fabric.protocol.messages.network import OpenSession
 from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest, voices_of
 from fabric.protocol.rules.own_memory import replay_steps
 from fabric.runtime.config import advertised_hosts, layout_orders
@@ -68,8 +69,8 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     gradients, cuts = parts.gradients, _cuts(parts)
     if process.group is None:
         identity = _identity(parts, setup, address, gradients.layout)
-        state = MemberState(0, setup.step, setup.digest)
-        engine.begin(MemberCore(identity, config, seconds_since_boot(), state, parts.handle.held_by(1)))
+        identity = replace(identity, digest=setup.digest, snapshots=parts.handle.held_by(1))
+        engine.begin(_core(parts, identity, config))
         return
     declared: list[dict[str, Any]] = []  # what all ranks say, at rank 0
     answer = _declare(parts, setup, address, declared)
@@ -97,13 +98,14 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     together = summed_digest if cuts else replica_digest
     layout = gradients.layout if cuts else replica_digest([x["layout"] for x in declared])
     ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in declared[1:])
-    identity = _identity(parts, setup, address, layout, ranks)
     # A lost host's ranks do not know how large their state is.
     config = replace(config, replay_steps=max(x["replay"] for x in declared))
-    state = MemberState(0, setup.step, together([x["digest"] for x in declared]))
     # The snapshots that the servers of all ranks still hold, oldest first.
     held = [SnapshotRef(*x) for x in declared[0]["snapshots"] if all(x in y["snapshots"] for y in declared)]
-    engine.begin(MemberCore(identity, config, seconds_since_boot(), state, tuple(held)))
+    identity = _identity(parts, setup, address, layout)
+    digest = together([x["digest"] for x in declared])
+    identity = replace(identity, ranks=ranks, digest=digest, snapshots=tuple(held))
+    engine.begin(_core(parts, identity, config))
     if not any(x["holds"] for x in declared):
         # If the replicas' initial states differ, a new job may begin from this snapshot. The snapshot must
         # not overwrite any part of the job's state, whatever its layout.
@@ -175,15 +177,20 @@ def _cuts(parts: EngineParts) -> str:
     return parts.exchange.lanes.text if parts.exchange.lanes is not None else ""
 
 
-def _identity(
-    parts: EngineParts,
-    setup: TrainingSetup,
-    address: RankAddress,
-    layout: str,
-    ranks: tuple[RankAddress, ...] = (),
-) -> MemberIdentity:
+def _core(parts: EngineParts, identity: OpenSession, config: MemberConfig) -> MemberCore:
+    """Make the core of this process, which knows the durable checkpoints that there are now."""
+    durable = parts.durable.find()
+    config = replace(config, storage_failed=durable is None)
+    return MemberCore(replace(identity, durable=durable or ()), config, seconds_since_boot())
+
+
+def _identity(parts: EngineParts, setup: TrainingSetup, address: RankAddress, layout: str) -> OpenSession:
     settings = parts.settings
-    return MemberIdentity(
+    return OpenSession(
+        generation=0,
+        step=setup.step,
+        digest="",
+        epoch=0,
         replica=settings.replica,
         incarnation=parts.process.incarnation,
         link=address.link,
@@ -192,8 +199,6 @@ def _identity(
         layout=layout,
         data=setup.data,
         predecessors=parts.process.predecessors,
-        ranks=ranks,
-        durable=parts.durable.find(),
         sharing=setup.sharing,
         data_slot=setup.data_slot,
         rack=settings.rack,

@@ -262,7 +262,7 @@ class Membership(Struct, eq=False):
         self._rounds.leave()
         self._session.has_answer()
         self._memory.drop_kept()
-        if self._context.identity.durable is None and not base.generation:
+        if self._context.config.storage_failed and not base.generation:
             # Rule 8: no replica has read durable storage, which may hold a state of this job.
             self._context.stop(
                 RESTART, "the job would begin from nothing, and durable storage has not been read here"

@@ -189,7 +189,7 @@ class RankMain(MainThread):
                 trainer.server.publish_snapshot(arrived)
             trainer.world.happened("install", trainer.host)
             trainer.clockwork.counts["path: installed by all ranks"] += trainer.rank == 0
-            self.closing = self.step >= trainer.world.until
+            self.close_when_loaded()
             self.said = self.digest
             trainer.feed(io.Installed(order.step, self.digest, last=self.closing))
 

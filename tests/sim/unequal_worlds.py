@@ -176,12 +176,7 @@ class PieceMain(RankMain):
             self.step, self.values = arrived.step, dict(values)
             self.said = self.digest = self.content()
             trainer.world.happened("install", trainer.host)
-            self.closing = self.step >= trainer.world.until_of(trainer)
-            if self.closing:
-                # The state of a cold start is of the generation before. A follower does not know its own.
-                checks, catch_up = trainer.world.checks, getattr(trainer.core, "catch_up", None)
-                generation = catch_up.fetch.generation if catch_up else checks.records[-1].generation
-                checks.closed(trainer, generation)
+            self.close_when_loaded()
             trainer.feed(io.Installed(order.step, self.digest, last=self.closing))
 
         self._work(trainer.clockwork.between(0.005, 0.05), loaded)

@@ -30,7 +30,7 @@ from fabric.protocol.member.core import MemberCore
 from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages.rank_messages import FromHost, FromRank, RankCommand, RankLost, RankOutcome
+from fabric.protocol.messages.rank_messages import FromHost, RankCommand, RankLost
 from fabric.protocol.ranks import Ranks, ToOthers, ToSelf
 from fabric.runtime.driver import Driver
 from fabric.runtime.system_calls import seconds_since_boot
@@ -107,10 +107,10 @@ class MockHead:
 
     def answer(self, event: Any, number: int = 0) -> None:
         """Answer for rank 0."""
-        self.feed(FromRank(0, RankOutcome(event, number)))
+        self.feed(FromHost((0,), (event,), number))
 
-    def heard(self, said: FromRank | FromHost) -> None:
-        if isinstance(said, FromRank) and isinstance(said.outcome.event, RankLost):
+    def heard(self, said: FromHost) -> None:
+        if isinstance(said.events[0], RankLost):
             self.lost_at = time.monotonic()
         self.feed(said)
 

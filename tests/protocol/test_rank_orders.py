@@ -41,7 +41,7 @@ class Replica:
         return self.effects
 
     def rank(self, rank, event, number=0):
-        return self.do(ro.FromRank(rank, ro.RankOutcome(event, number)))
+        return self.do(ro.FromHost((rank,), (event,), number))
 
     def both(self, event):
         self.rank(0, event)
@@ -578,7 +578,7 @@ def test_rank_commands_are_decoded_as_they_were_sent(effect):
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
 def test_outcomes_are_decoded_as_they_were_sent(event):
     outcome = ro.RankOutcome(event, 5)
-    assert ro.decode_outcomes(ro.encode_outcome(outcome), (3,)) == ro.FromRank(3, outcome)
+    assert ro.decode_outcomes(ro.encode_outcome(outcome), (3,)) == ro.FromHost((3,), (event,), 5)
 
 
 @pytest.mark.parametrize(

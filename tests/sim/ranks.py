@@ -245,7 +245,7 @@ class Heading(Trainer):
 
         def heard(data: object) -> None:
             said = ro.decode_outcomes(data, ranks)  # type: ignore[arg-type]
-            events = said.events if isinstance(said, ro.FromHost) else (said.outcome.event,)
+            events = said.events
             if isinstance(events[0], io.ExchangeFailed):
                 counts["path: one lane fails first"] += self.core.rounds.round is not None
             counts["path: a host speaks once"] += len(events) > 1
@@ -259,7 +259,7 @@ class Heading(Trainer):
 
     def feed(self, event: Any) -> None:
         if isinstance(event, _OUTCOMES):
-            event = ro.FromRank(0, ro.RankOutcome(event, self.number if isinstance(event, _FETCHED) else 0))
+            event = ro.FromHost((0,), (event,), self.number if isinstance(event, _FETCHED) else 0)
         super().feed(event)
 
     def _perform(self, effect: Any) -> None:
@@ -345,8 +345,7 @@ class Following(Trainer):
     def _link(self, other: "Following") -> None:
         def heard(data: object) -> None:
             said = ro.decode_outcomes(data, (other.rank,))  # type: ignore[arg-type]
-            assert isinstance(said, ro.FromRank)
-            self._say(other.rank, said.outcome)
+            self._say(other.rank, ro.RankOutcome(said.events[0], said.number))
 
         def lost(why: str) -> None:
             if not self.core.follower.over:

@@ -61,7 +61,7 @@ class MemberCore:
         self._handlers = self._event_handlers()
         # The part that takes each message of the leader.
         self._leader_handlers: dict[type, Callable[[Any], None]] = {
-            m.Epoch: self.membership.on_epoch,
+            m.Epoch: lambda message: self.membership.hear_of(message.record),
             m.RosterDelta: self.membership.on_change,
             m.Resume: self.membership.on_resume,
             m.TakeSnapshotFor: self.serving.on_serve,

@@ -70,22 +70,19 @@ class Membership(Struct, eq=False):
         if unheeded is not None:
             self.on_resume(unheeded)
 
-    def on_epoch(self, message: m.Epoch) -> None:
-        self._hear_of(message.record)
-
     def on_change(self, message: m.RosterDelta) -> None:
         """Rule 6: apply a roster delta; ask for the whole epoch if I do not hold the roster before it."""
         newest, fence = self._epochs.newest, message.record.fence
         record = roster_delta.applied(message, newest)
         if record is not None:
-            self._hear_of(record)
+            self.hear_of(record)
         elif newest is None or fence.store_id != newest.store_id or fence >= newest.fence:
             self._context.emit(
                 io.WriteJournal("roster", message.record.epoch, self._memory.state.step, "I request it whole")
             )
             self._context.emit(io.SendLeader(m.RequestRoster(message.record.fence)))
 
-    def _hear_of(self, record: Record) -> None:
+    def hear_of(self, record: Record) -> None:
         if not self._is_news(record):
             return
         if self._epochs.newest is not None and record.generation != self._epochs.newest.generation:

@@ -146,17 +146,13 @@ class StackedShards:
         """
         self._stacks = [list(stack) for stack in stacks]
         self._owners = _Owners(stacks)
+        self.owner = self._owners.owner  # per type the group whose copy is summed
         orphan = next((type_ for type_, hosts in enumerate(self._owners.hosts) if not hosts), None)
         if orphan is not None:
             raise ValueError(f"no group hosts type {orphan}: the layout is not complete")
         self.alive = set(range(len(stacks)))
         self.depth = 0
         self._plan(range(len(stacks)))
-
-    @property
-    def owner(self) -> list[int]:
-        """Per type the group whose copy is summed."""
-        return self._owners.owner
 
     def stack(self, group: int) -> tuple[int, ...]:
         """The types of ``group`` in the order in which it computes them; it computes the first ``depth``."""

@@ -98,17 +98,14 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     engine.groups = tuple(int(x["part"]) for x in declared)
     engine.stages = stages_of([x["names"] for x in declared])
     engine.links.voices = voices_of([x["ckpt"] for x in declared])[1:]
-    together = summed_digest if cuts else replica_digest
     layout = gradients.layout if cuts else replica_digest([x["layout"] for x in declared])
     ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in declared[1:])
     # A lost host's ranks do not know how large their state is.
     config = replace(config, replay_steps=max(x["replay"] for x in declared))
     # The snapshots that the servers of all ranks still hold, oldest first.
-    held = tuple(
-        SnapshotRef(*x) for x in declared[0]["snapshots"] if all(x in y["snapshots"] for y in declared)
-    )
-    digest = together([x["digest"] for x in declared])
-    of_ranks = {"layout": layout, "digest": digest, "snapshots": held, "ranks": ranks, "cuts": cuts}
+    held = [SnapshotRef(*x) for x in declared[0]["snapshots"] if all(x in y["snapshots"] for y in declared)]
+    digest = (summed_digest if cuts else replica_digest)([x["digest"] for x in declared])
+    of_ranks = {"layout": layout, "digest": digest, "snapshots": tuple(held), "ranks": ranks, "cuts": cuts}
     engine.begin(_make_core(parts, setup, config, address, **of_ranks))
     if not any(x["holds"] for x in declared):
         # If the replicas' initial states differ, a new job may begin from this snapshot. The snapshot must

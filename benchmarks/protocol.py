@@ -27,7 +27,7 @@ from fabric.lighthouse.service import THRESHOLDS
 from fabric.model import DataPlan, Policy, Record
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
+from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import leader_events, member_events, wire
 from fabric.protocol.messages import network as m
 from fabric.store.base import MAX_VALUE_BYTES
@@ -276,8 +276,19 @@ def lead(count: int) -> dict[str, float]:
 def take_part(count: int, record: Record) -> dict[str, float]:
     """One member core through one round among ``count``: their contributions, then their bars."""
     me, digest = record.roster[0], "0123456789abcdef" * 2
-    identity = MemberIdentity(me.replica, me.incarnation, me.link, me.ckpt, count, layout=me.layout)
-    member = MemberCore(identity, MemberConfig(), 0.0, MemberState(0, 0, record.base.digest or digest))
+    identity = m.OpenSession(
+        me.replica,
+        me.incarnation,
+        generation=0,
+        step=0,
+        digest=record.base.digest or digest,
+        epoch=0,
+        link=me.link,
+        ckpt=me.ckpt,
+        micro_batches=count,
+        layout=me.layout,
+    )
+    member = MemberCore(identity, MemberConfig(), 0.0)
     sent: Counter[str] = Counter()
 
     def feed(event: member_events.Event) -> None:

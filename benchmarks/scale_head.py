@@ -27,10 +27,10 @@ from msgspec.structs import replace
 from fabric.client.control.rank_engines import RankLinks
 from fabric.model import Base, Member, RankAddress, Record
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
+from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
-from fabric.protocol.messages.rank_messages import FromHost, FromRank, RankCommand, RankLost, RankOutcome
+from fabric.protocol.messages.rank_messages import FromHost, RankCommand, RankLost
 from fabric.protocol.ranks import Ranks, ToOthers, ToSelf
 from fabric.runtime.driver import Driver
 from fabric.runtime.system_calls import seconds_since_boot
@@ -80,16 +80,20 @@ class MockHead:
 
     def begin(self) -> None:
         me, ranks = self.record.roster[0], len(self.record.roster[0].addresses)
-        identity = MemberIdentity(
+        identity = m.OpenSession(
             me.replica,
             me.incarnation,
-            me.link,
-            me.ckpt,
-            len(self.record.roster),
+            generation=0,
+            step=0,
+            digest=DIGEST,
+            epoch=0,
+            link=me.link,
+            ckpt=me.ckpt,
+            micro_batches=len(self.record.roster),
             layout=DIGEST,
             ranks=me.ranks,
         )
-        member = MemberCore(identity, MemberConfig(), seconds_since_boot(), MemberState(0, 0, DIGEST))
+        member = MemberCore(identity, MemberConfig(), seconds_since_boot())
         self.ranks = Ranks(member, tuple(range(ranks)))
         self.driver = Driver(self.ranks, self.perform, tick=io.Tick(), on_crash=self.crash)
         self.links.hear(self.heard)
@@ -103,10 +107,10 @@ class MockHead:
 
     def answer(self, event: Any, number: int = 0) -> None:
         """Answer for rank 0."""
-        self.feed(FromRank(0, RankOutcome(event, number)))
+        self.feed(FromHost((0,), (event,), number))
 
-    def heard(self, said: FromRank | FromHost) -> None:
-        if isinstance(said, FromRank) and isinstance(said.outcome.event, RankLost):
+    def heard(self, said: FromHost) -> None:
+        if isinstance(said.events[0], RankLost):
             self.lost_at = time.monotonic()
         self.feed(said)
 

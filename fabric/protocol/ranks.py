@@ -25,7 +25,6 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import (
     MOST_TIMED_RANKS,
     FromHost,
-    FromRank,
     Metrics,
     NameSnapshot,
     Own,
@@ -71,7 +70,7 @@ class ToSelf(Value):
     command: RankCommand
 
 
-Event = io.Event | FromRank | FromHost | EndReplica
+Event = io.Event | FromHost | EndReplica
 Effect = io.ReplicaEffect | ToOthers | ToSelf
 
 # Outcomes of the main threads. A thread has one command at a time, besides TellDigest, and one outcome of
@@ -140,8 +139,6 @@ class Ranks:
         self._effects = []
         if isinstance(event, EndReplica):
             self._stop(event.code, event.reason)
-        elif isinstance(event, FromRank):
-            self._take((event.rank,), (event.outcome.event,), event.outcome.number, now)
         elif isinstance(event, FromHost):
             self._take(event.ranks, event.events, event.number, now)
         else:

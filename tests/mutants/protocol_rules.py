@@ -6,6 +6,7 @@ from fabric.protocol.leader import admission
 from fabric.protocol.leader.adaptations import Adaptations, Relayouts
 from fabric.protocol.leader.base_choice import BaseChoice
 from fabric.protocol.leader.core import Decisions
+from fabric.protocol.leader.evictions import RingRebuilder
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.joins import Joins
 from fabric.protocol.leader.liveness import ServerStatuses
@@ -54,7 +55,7 @@ RULES = (
     Mutant(
         "a note of an end counts although the job went on",
         Endings.note_ended,
-        " and ended.step >= (self.progress.highest_step or 0)",
+        " and ended.step >= (self.state.highest_step or 0)",
         "",
         "protocol/test_leader_end.py::test_a_job_end_of_another_store_generation_or_step_is_ignored",
     ),
@@ -594,5 +595,12 @@ RULES = (
         "any(x.process not in ends for x in self.overrides.gone)",
         "False",
         "protocol/test_leader_orders.py::test_the_next_lighthouse_knows_that_a_host_is_gone_until_it_is_heard",
+    ),
+    Mutant(
+        "replicas that were left out for a link do not count beside a further cut",
+        RingRebuilder._left_out_before,
+        "if admission.healing.calm_s(x.process)",
+        "if False",
+        "links 900022",
     ),
 )

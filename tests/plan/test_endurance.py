@@ -8,7 +8,7 @@ import pytest
 from papers.published import mean_masked
 
 from fabric.plan.closed_forms import masked_failures, masked_failures_replication
-from fabric.protocol.rules.spare import block_layout, consecutive_offsets, golomb_offsets, ring_layout
+from fabric.protocol.rules.spare import consecutive_offsets, golomb_offsets, ring_layout
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,20 @@ def sampled_masked(stacks, samples: int = 2000, seed: int = 0) -> Sampled:
     table = np.array([h + h[:1] * (widest - len(h)) for h in hosts])
     masked = np.array([rng.permutation(len(stacks))[table].max(axis=1).min() for _ in range(samples)], float)
     return Sampled(float(masked.mean()), 1.96 * float(masked.std(ddof=1)) / math.sqrt(samples))
+
+
+def block_layout(groups: int, redundancy: int) -> tuple[tuple[int, ...], ...]:
+    """Traditional replication: the r groups of a block all host the r types of the block.
+
+    A last block with fewer groups hosts only its own types, so its types have fewer hosts.
+    """
+    stacks = []
+    for group in range(groups):
+        first = group - group % redundancy
+        block = list(range(first, min(first + redundancy, groups)))
+        position = group - first
+        stacks.append(tuple(block[position:] + block[:position]))
+    return tuple(stacks)
 
 
 def test_seven_groups_with_a_perfect_difference_set_mask_three_failures():

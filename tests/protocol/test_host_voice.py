@@ -17,13 +17,8 @@ RANKS = (4, 5, 6)
 def say(voice, rank, event, number=0):
     """Let one rank speak; return what rank 0 gets after the messages have travelled."""
     sent = [ro.encode_outcomes(said) for said in voice.take(rank, ro.RankOutcome(event, number))]
-    return [arrived(ro.decode_outcomes(data, RANKS)) for data in sent]
-
-
-def arrived(said):
-    if isinstance(said, ro.FromHost):
-        return said.ranks, said.events, said.number
-    return (said.rank,), (said.outcome.event,), said.outcome.number
+    heard = [ro.decode_outcomes(data, RANKS) for data in sent]
+    return [(x.ranks, x.events, x.number) for x in heard]
 
 
 def test_a_host_speaks_once_when_all_of_its_ranks_have_answered():

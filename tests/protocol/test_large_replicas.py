@@ -4,6 +4,7 @@ import random
 
 import pytest
 from msgspec.structs import replace
+from protocol.makers import session_of
 
 from fabric.errors import ProtocolError
 from fabric.lighthouse.connections.validation import MOST_BYTES, decode_session
@@ -11,7 +12,7 @@ from fabric.model import Base, Member, Policy, RankAddress, Record, SnapshotRef
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.leader.liveness import Liveness, LivenessConfig, ServerStatuses
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
+from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import leader_events as le
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
@@ -178,8 +179,8 @@ def test_the_ranks_in_trouble_are_those_that_a_look_at_all_ranks_finds(seed):
 
 def test_ranks_that_are_told_the_same_get_one_command():
     first, *others = addresses(0, 16)
-    identity = MemberIdentity("r0", 1, first.link, "http://h:1", 4, ranks=tuple(others))
-    member = MemberCore(identity, MemberConfig(), 0.0, MemberState(0, 0, "d"))
+    identity = replace(session_of("r0", ranks=tuple(others)), link=first.link, ckpt="http://h:1")
+    member = MemberCore(identity, MemberConfig(), 0.0)
     ranks = Ranks(member, tuple(range(16)))
     ranks._command(io.Compute(0, (1, 2)))
     (told,) = [x for x in ranks._effects if isinstance(x, ToOthers)]

@@ -520,7 +520,9 @@ def test_an_abort_of_a_drained_member_counts_in_the_epoch_that_listed_it():
     aborted(lighthouse, "c", "a", epoch=before)
     lighthouse.wait(0.3)
     assert lighthouse.record.is_forced and lighthouse.record.names == ("a", "b")
-    assert not lighthouse.core.state.epoch.departed
+    aborted(lighthouse, "c", "a", epoch=before)
+    lighthouse.wait(0.3)
+    assert lighthouse.record.forced == lighthouse.record.epoch == before + 2, "a forced epoch has ended it"
 
 
 def test_a_member_that_the_others_blame_is_left_out_in_the_end():

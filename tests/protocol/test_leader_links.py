@@ -101,6 +101,17 @@ def test_complaints_that_arrive_within_a_short_time_are_judged_together():
     assert lighthouse.record.names == ("a", "b", "c")
 
 
+def test_a_member_that_loses_its_links_one_after_the_other_goes_and_not_its_peers():
+    """The first complaint is judged alone. At the second one the replica that was left out counts too."""
+    lighthouse = started("a b c d")
+    complain(lighthouse, a="b", b="a")
+    assert lighthouse.record.names == ("a", "c", "d")
+    outside(lighthouse, "b", unreachable="a")
+    complain(lighthouse, a="c", c="a")
+    assert lighthouse.record.names == ("c", "d")
+    assert "a evicted: it and b, c cannot reach each other" in lighthouse.record.reason
+
+
 def test_a_broken_link_that_may_be_made_again_evicts_no_member():
     lighthouse = started("a b c d")
     fence = lighthouse.record.fence

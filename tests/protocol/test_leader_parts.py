@@ -13,7 +13,7 @@ from fabric.protocol.leader.base_choice import BaseChoice, base_ref
 from fabric.protocol.leader.core import LeaderConfig, LeaderCore
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.state import EMPTY_S, JobState, LeaderOutbox, Mark, Progress, RosterLimits
+from fabric.protocol.leader.state import EMPTY_S, JobState, LeaderOutbox, Mark, RosterLimits
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages.roster_delta import for_members
@@ -144,12 +144,12 @@ def test_a_base_that_a_member_has_loaded_is_usable_again(state):
 
 
 def test_steps_without_data_are_an_event_once_a_second(state, outbox):
-    progress, peer = Progress(state, outbox, state.now), state.liveness.peers["a"]
+    peer = state.liveness.peers["a"]
     for empty in (3, 3, 4):
-        progress.record_empty_step(peer, m.Heartbeat(1, 2, 1, 5, "", empty=empty))
+        outbox.record_empty_step(peer, m.Heartbeat(1, 2, 1, 5, "", empty=empty))
     assert len(outbox.effects) == 1
     state.now += EMPTY_S
-    progress.record_empty_step(peer, m.Heartbeat(2, 2, 1, 5, "", empty=4))
+    outbox.record_empty_step(peer, m.Heartbeat(2, 2, 1, 5, "", empty=4))
     assert "step 4" in outbox.effects[1].why
 
 

@@ -1,12 +1,12 @@
 """The member core, one move at a time. Some tests replay a bug that the simulator found."""
 
 import pytest
-from protocol.makers import record_of
+from protocol.makers import record_of, session_of
 
 from fabric.errors import IllegalTransition
 from fabric.model import Base, SnapshotRef
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import TRANSITIONS, MemberConfig, MemberIdentity, MemberState, Mode
+from fabric.protocol.member.state import TRANSITIONS, MemberConfig, Mode
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules.assignment import assign
@@ -20,10 +20,8 @@ class Trainer:
     def __init__(self, name="a", storage_unread=False, **config):
         self.name = name
         self.now = 100.0
-        identity = MemberIdentity(
-            name, 1, f"{name}:1", f"http://{name}", M, durable=None if storage_unread else ()
-        )
-        self.core = MemberCore(identity, MemberConfig(**config), self.now, MemberState(0, 0, "start"))
+        settings = MemberConfig(storage_failed=storage_unread, **config)
+        self.core = MemberCore(session_of(name), settings, self.now)
         self.effects = []
         self.do(io.LeaderConnected(), io.Ready(0, "start"))
 

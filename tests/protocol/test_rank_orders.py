@@ -4,12 +4,12 @@ event.
 
 import pytest
 from msgspec.structs import replace
-from protocol.makers import record_of
+from protocol.makers import record_of, session_of
 
 from fabric.errors import IllegalTransition, ProtocolError
 from fabric.model import Base, Fence, RankAddress, SnapshotRef
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
+from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages import rank_messages as ro
@@ -30,8 +30,8 @@ class Replica:
     """Replica ``a`` of two ranks; ``do`` feeds events and keeps the commands of the last."""
 
     def __init__(self, groups=(0, 1)):
-        identity = MemberIdentity("a", 1, "a:1", "http://a", M, ranks=addresses("a"))
-        self.core = Ranks(MemberCore(identity, MemberConfig(), 0.0, MemberState(0, 0, "start")), groups)
+        identity = session_of("a", ranks=addresses("a"))
+        self.core = Ranks(MemberCore(identity, MemberConfig(), 0.0), groups)
         self.effects = []
         self.do(io.LeaderConnected())
 
@@ -41,7 +41,7 @@ class Replica:
         return self.effects
 
     def rank(self, rank, event, number=0):
-        return self.do(ro.FromRank(rank, ro.RankOutcome(event, number)))
+        return self.do(ro.FromHost((rank,), (event,), number))
 
     def both(self, event):
         self.rank(0, event)
@@ -578,7 +578,7 @@ def test_rank_commands_are_decoded_as_they_were_sent(effect):
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
 def test_outcomes_are_decoded_as_they_were_sent(event):
     outcome = ro.RankOutcome(event, 5)
-    assert ro.decode_outcomes(ro.encode_outcome(outcome), (3,)) == ro.FromRank(3, outcome)
+    assert ro.decode_outcomes(ro.encode_outcome(outcome), (3,)) == ro.FromHost((3,), (event,), 5)
 
 
 @pytest.mark.parametrize(
@@ -618,8 +618,8 @@ class Unequal(Replica):
 
     def __init__(self, groups=(0, 1)):
         super().__init__(groups)
-        identity = MemberIdentity("a", 1, "a:1", "http://a", M, ranks=addresses("a"), cuts="x")
-        member = MemberCore(identity, MemberConfig(), 0.0, MemberState(0, 0, "start"))
+        identity = session_of("a", ranks=addresses("a"), cuts="x")
+        member = MemberCore(identity, MemberConfig(), 0.0)
         self.core = Ranks(member, groups, unequal=True)
         self.do(io.LeaderConnected())
 

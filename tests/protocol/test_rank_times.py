@@ -8,7 +8,7 @@ from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.messages.rank_messages import (
     MOST_TIMED_RANKS,
-    FromRank,
+    FromHost,
     RankOutcome,
     decode_outcomes,
     encode_outcome,
@@ -43,7 +43,7 @@ def test_the_ready_of_all_ranks_becomes_the_next_heartbeats_times_without_anothe
 
 def test_times_travel_between_ranks():
     outcome = RankOutcome(io.Ready(7, "d", times(2.0, 1.0)))
-    assert decode_outcomes(encode_outcome(outcome), (0,)) == FromRank(0, outcome)
+    assert decode_outcomes(encode_outcome(outcome), (0,)) == FromHost((0,), (outcome.event,))
 
 
 def test_a_rank_without_times_leaves_the_replica_without_them():

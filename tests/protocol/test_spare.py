@@ -156,15 +156,6 @@ def test_the_depth_never_falls_below_the_bound_in_large_rings():
         assert failures > groups // 4
 
 
-def test_groups_that_come_back_lower_the_depth_again():
-    shards = spare.StackedShards(spare.ring_layout(7, (0, 1, 3)))
-    assert shards.fail([0, 3]) is not None
-    assert shards.depth == 2
-    shards.restore([0, 3])
-    assert shards.depth == 1
-    assert sorted(shards.owner) == list(range(7))
-
-
 def test_owners_with_some_groups_absent_are_a_pure_function_of_the_present_ones():
     rng = random.Random(2)
     for groups, redundancy in ((7, 3), (13, 4), (6, 3), (12, 2)):

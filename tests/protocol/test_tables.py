@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from protocol.makers import session_of
 
 import fabric
 from fabric.client.control.engine import MainThreadOrder
 from fabric.protocol.leader import core as leader_core
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import TRANSITIONS, MemberConfig, MemberIdentity, Mode
+from fabric.protocol.member.state import TRANSITIONS, MemberConfig, Mode
 from fabric.protocol.messages import leader_events, member_events
 from fabric.protocol.messages import network as m
 
-MEMBER = MemberCore(MemberIdentity("a", 1, "a:1", "http://a", 4), MemberConfig(), 0.0)
+MEMBER = MemberCore(session_of("a"), MemberConfig(), 0.0)
 
 
 @pytest.mark.parametrize(

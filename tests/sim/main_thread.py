@@ -254,6 +254,15 @@ class MainThread:
 
         self._work(self.trainer.clockwork.between(0.0, 0.01), told)
 
+    def close_when_loaded(self) -> None:
+        """End the loop where the loaded state is its last one."""
+        trainer, checks = self.trainer, self.trainer.world.checks
+        self.closing = self.step >= trainer.world.until_of(trainer)
+        if self.closing:
+            # The state of a cold start is of the generation before. A follower does not know its own.
+            catch_up = getattr(trainer.core, "catch_up", None)
+            checks.closed(trainer, catch_up.fetch.generation if catch_up else checks.records[-1].generation)
+
     def _install(self, order: io.Install) -> None:
         arrived = self.trainer.transfer.state
         demand(arrived is not None and arrived.step == order.step, "told to install what never arrived")
@@ -267,9 +276,7 @@ class MainThread:
                 self.trainer.server.publish_snapshot(arrived)
             self.trainer.world.happened("install", self.trainer.host)
             self.trainer.clockwork.counts["installed"] += 1
-            self.closing = self.step >= self.trainer.world.until_of(self.trainer)
-            if self.closing:
-                self.trainer.world.checks.closed(self.trainer, self.trainer.core.catch_up.fetch.generation)
+            self.close_when_loaded()
             self.said = order.digest
             self.trainer.feed(io.Installed(order.step, order.digest, self.closing, self.news()))
 

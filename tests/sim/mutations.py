@@ -163,7 +163,7 @@ def go_on_with_newcomers_alone(patch: Patch) -> None:
 
 
 def forget_the_promise_of_a_report(patch: Patch) -> None:
-    hear_of = Membership._hear_of
+    hear_of = Membership.hear_of
 
     def heard(member: Membership, record: Record) -> None:
         """Bug: a member answers a forced epoch, and goes on in the old epoch."""
@@ -182,7 +182,7 @@ def forget_the_promise_of_a_report(patch: Patch) -> None:
         else:
             hear_of(member, record)
 
-    patch.setattr(Membership, "_hear_of", heard)
+    patch.setattr(Membership, "hear_of", heard)
 
 
 def resume_by_the_maximum_committed(patch: Patch) -> None:
@@ -268,7 +268,7 @@ def commit_whatever_is_held(patch: Patch) -> None:
 
 
 def accept_a_lower_epoch(patch: Patch) -> None:
-    hear_of = Membership._hear_of
+    hear_of = Membership.hear_of
 
     def heard(member: Membership, record: Record) -> None:
         newest = member._epochs.newest
@@ -276,7 +276,7 @@ def accept_a_lower_epoch(patch: Patch) -> None:
             member._epochs.newest = None
         hear_of(member, record)
 
-    patch.setattr(Membership, "_hear_of", heard)
+    patch.setattr(Membership, "hear_of", heard)
 
 
 def accept_a_decision_of_a_lower_epoch(patch: Patch) -> None:

@@ -21,7 +21,7 @@ from sim.world import World
 
 from fabric.model import RankAddress, SnapshotRef
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberConfig, MemberState
+from fabric.protocol.member.state import MemberConfig
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import rank_messages as ro
 from fabric.protocol.ranks import FollowerRank, HostVoice, Ranks, ToOthers, ToSelf
@@ -137,6 +137,10 @@ class RankMain(MainThread):
         if isinstance(self.trainer, Heading) and not self.trainer.core.member.serving.snapshots:
             self.trainer.feed(ro.SnapshotDue(0))
 
+    def _is_alone(self) -> bool:
+        """As `RankEngine.may_be_asked`: the ranks would learn of another replica at different times."""
+        return False
+
     def snapshot(self, generation: int) -> None:
         """Take a snapshot when rank 0 orders it."""
         if isinstance(self.trainer, Heading):
@@ -185,7 +189,7 @@ class RankMain(MainThread):
                 trainer.server.publish_snapshot(arrived)
             trainer.world.happened("install", trainer.host)
             trainer.clockwork.counts["path: installed by all ranks"] += trainer.rank == 0
-            self.closing = self.step >= trainer.world.until
+            self.close_when_loaded()
             self.said = self.digest
             trainer.feed(io.Installed(order.step, self.digest, last=self.closing))
 
@@ -220,9 +224,9 @@ class Heading(Trainer):
         servers = [x.server.memory.snapshots for x in followers]
         snapshots = tuple(s for s in member.serving.snapshots if all(s in held for held in servers))
         digests = [self.main.digest, *(x.main.digest for x in followers)]
-        identity, config = replace(member.context.identity, ranks=ranks), member.context.config
-        state = MemberState(0, 0, ro.replica_digest(digests))
-        self.core = _Core(MemberCore(identity, config, self.clock(), state, snapshots), self.core.groups)
+        digest, config = ro.replica_digest(digests), member.context.config
+        identity = replace(member.context.identity, ranks=ranks, digest=digest, snapshots=snapshots)
+        self.core = _Core(MemberCore(identity, config, self.clock()), self.core.groups)
         self.link_ranks(followers)
 
     def link_ranks(self, followers: "list[Following]") -> None:
@@ -241,7 +245,7 @@ class Heading(Trainer):
 
         def heard(data: object) -> None:
             said = ro.decode_outcomes(data, ranks)  # type: ignore[arg-type]
-            events = said.events if isinstance(said, ro.FromHost) else (said.outcome.event,)
+            events = said.events
             if isinstance(events[0], io.ExchangeFailed):
                 counts["path: one lane fails first"] += self.core.rounds.round is not None
             counts["path: a host speaks once"] += len(events) > 1
@@ -255,7 +259,7 @@ class Heading(Trainer):
 
     def feed(self, event: Any) -> None:
         if isinstance(event, _OUTCOMES):
-            event = ro.FromRank(0, ro.RankOutcome(event, self.number if isinstance(event, _FETCHED) else 0))
+            event = ro.FromHost((0,), (event,), self.number if isinstance(event, _FETCHED) else 0)
         super().feed(event)
 
     def _perform(self, effect: Any) -> None:
@@ -341,8 +345,7 @@ class Following(Trainer):
     def _link(self, other: "Following") -> None:
         def heard(data: object) -> None:
             said = ro.decode_outcomes(data, (other.rank,))  # type: ignore[arg-type]
-            assert isinstance(said, ro.FromRank)
-            self._say(other.rank, said.outcome)
+            self._say(other.rank, ro.RankOutcome(said.events[0], said.number))
 
         def lost(why: str) -> None:
             if not self.core.follower.over:

@@ -18,7 +18,6 @@ from sim.server import Server
 from sim.transfer import Transfer
 
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberIdentity, MemberState
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import network as m
 
@@ -77,7 +76,12 @@ class Trainer(Process):
         self._armed: float | None = None
         self._feeding = False
         self._inbox: list[io.Event] = []
-        identity = MemberIdentity(
+        identity = m.OpenSession(
+            generation=0,
+            step=0,
+            digest=self.main.digest,
+            epoch=0,
+            snapshots=tuple(server.memory.snapshots),
             replica=host,
             incarnation=incarnation,
             link=f"{host}:{incarnation}",
@@ -92,9 +96,8 @@ class Trainer(Process):
             rack=world.settings.racks.get(host, ""),
             data=world.data_of(host),
         )
-        state = MemberState(0, 0, self.main.digest)
         config = replace(world.member_config_of(host), plan=world.first_plan())
-        self.core = MemberCore(identity, config, self.clock(), state, tuple(server.memory.snapshots))
+        self.core = MemberCore(identity, config, self.clock())
         self._performers: dict[type, Callable[[Any], None]] = {
             io.SendPeer: lambda e: self.send_peer(e),
             io.Carry: lambda e: self.ring.carry(e.message) if world.carries else None,

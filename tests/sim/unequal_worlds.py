@@ -24,7 +24,6 @@ from fabric.client.state.state_loader import StateLoader, fetch_failure
 from fabric.errors import Gone, StateError, Unreachable
 from fabric.model import NOT_LAUNCHED, LaunchedLayouts, RankAddress, SnapshotRef
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberState
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages import rank_messages as ro
 from fabric.protocol.rules.lanes import HeldParameter, ReplicaLayout, TensorRegion
@@ -177,12 +176,7 @@ class PieceMain(RankMain):
             self.step, self.values = arrived.step, dict(values)
             self.said = self.digest = self.content()
             trainer.world.happened("install", trainer.host)
-            self.closing = self.step >= trainer.world.until_of(trainer)
-            if self.closing:
-                # The state of a cold start is of the generation before. A follower does not know its own.
-                checks, catch_up = trainer.world.checks, getattr(trainer.core, "catch_up", None)
-                generation = catch_up.fetch.generation if catch_up else checks.records[-1].generation
-                checks.closed(trainer, generation)
+            self.close_when_loaded()
             trainer.feed(io.Installed(order.step, self.digest, last=self.closing))
 
         self._work(trainer.clockwork.between(0.005, 0.05), loaded)
@@ -338,10 +332,11 @@ class UnequalHead(_Piecewise, Heading):
         held = [self.world.held_by(x.server, len(ranks)) for x in ranks]
         snapshots = tuple(s for s in held[0] if all(s in other for other in held))
         self.holds_snapshots = any(x.server.memory.snapshots for x in ranks)
-        identity = replace(member.context.identity, ranks=addresses, cuts=self.cuts)
+        digest = ro.summed_digest([x.main.digest for x in ranks])
+        identity = replace(member.context.identity, ranks=addresses, cuts=self.cuts, digest=digest)
+        identity = replace(identity, snapshots=snapshots)
         config = replace(member.context.config, launched=self.world.launched(self.host))
-        state = MemberState(0, 0, ro.summed_digest([x.main.digest for x in ranks]))
-        core = MemberCore(identity, config, self.clock(), state, snapshots)
+        core = MemberCore(identity, config, self.clock())
         self.core = core if self.is_alone else _Core(core, (0,) * len(ranks), unequal=True)
         if followers:
             self.link_ranks(followers)

@@ -25,7 +25,6 @@ from fabric.protocol.member.core import MemberCore
 from fabric.protocol.messages import member_events as io
 from fabric.protocol.messages.rank_messages import (
     FromHost,
-    FromRank,
     HostCommands,
     RankCommand,
     RankEvent,
@@ -65,7 +64,7 @@ class RankLinks:
         self._tasks: set[asyncio.Task[None]] = set()
         self._linked = asyncio.Event()
 
-    def hear(self, on_said: Callable[[FromRank | FromHost], None]) -> None:
+    def hear(self, on_said: Callable[[FromHost], None]) -> None:
         """Set the receiver of outcomes and lost links, once all ranks are linked.
 
         Until then nothing is read: a rank sends as soon as it is linked, and its messages wait in the socket.
@@ -74,7 +73,7 @@ class RankLinks:
         async def listen(ranks: tuple[int, ...]) -> None:
             await self._links[ranks[0]].run(
                 lambda data: on_said(decode_outcomes(data, ranks)),
-                lambda why: on_said(FromRank(ranks[0], RankOutcome(RankLost(ranks[0], why)))),
+                lambda why: on_said(FromHost(ranks[:1], (RankLost(ranks[0], why),))),
             )
 
         for ranks in self.voices:
@@ -206,10 +205,10 @@ class HeadEngine(RankEngine):
     def _feed(self, event: Any, number: int = 0) -> None:
         self._note_planes(event)
         if isinstance(event, _OUTCOMES):
-            event = FromRank(0, RankOutcome(event, number))
-        if isinstance(event, FromRank) and isinstance(event.outcome.event, io.Noticed):
+            event = FromHost((0,), (event,), number)
+        if isinstance(event, FromHost) and isinstance(event.events[0], io.Noticed):
             self._parts.durable.noticed = True  # a platform may signal one rank alone
-        if isinstance(event, FromRank) and isinstance(event.outcome.event, io.LoopRaised):
+        if isinstance(event, FromHost) and isinstance(event.events[0], io.LoopRaised):
             # Another rank's death may have caused this error, and the end of its link may not be read yet.
             assert self._loop is not None
             self._loop.call_later(_SETTLED_S, super()._feed, event)
@@ -301,10 +300,10 @@ class FollowerEngine(RankEngine):
         self._follower.tell(event)
         self._send(self._group.rank, RankOutcome(event, number))
 
-    def _on_said(self, message: FromRank | FromHost) -> None:
+    def _on_said(self, message: FromHost) -> None:
         """Take what a rank of this host says, or the end of its link."""
-        if isinstance(message, FromRank) and not self._follower.over:
-            self._send(message.rank, message.outcome)
+        if not self._follower.over:
+            self._send(message.ranks[0], RankOutcome(message.events[0], message.number))
 
     def _send(self, rank: int, outcome: RankOutcome) -> None:
         """Queue an outcome of this rank, or of a rank for which it speaks."""

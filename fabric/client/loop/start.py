@@ -17,7 +17,8 @@ from fabric.client.process.last_notes import find_job_end
 from fabric.errors import ConfigError
 from fabric.model import EVERYTHING, DataPlan, LaunchedLayouts, RankAddress, Sharing, SnapshotRef, Value
 from fabric.protocol.member.core import MemberCore
-from fabric.protocol.member.state import MemberConfig, MemberIdentity, MemberState
+from fabric.protocol.member.state import MemberConfig
+from fabric.protocol.messages.network import OpenSession
 from fabric.protocol.messages.rank_messages import SnapshotDue, replica_digest, summed_digest, voices_of
 from fabric.protocol.rules.own_memory import replay_steps
 from fabric.runtime.config import advertised_hosts, layout_orders
@@ -65,11 +66,14 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     port = engine.listen(settings.host, settings.ports)
     ckpt = parts.handle.url + (f"#{process.rank}" if process.rank else "")
     address = RankAddress(",".join(map(url_host, advertised_hosts(settings))) + f":{port}", ckpt)
-    gradients, cuts = parts.gradients, _cuts(parts)
+    gradients, lanes = parts.gradients, parts.exchange.lanes
+    cuts = (
+        lanes.text if lanes is not None else ""
+    )  # the layout of ranks, where replicas may have unequal ones
     if process.group is None:
-        identity = _identity(parts, setup, address, gradients.layout)
-        state = MemberState(0, setup.step, setup.digest)
-        engine.begin(MemberCore(identity, config, seconds_since_boot(), state, parts.handle.held_by(1)))
+        held = parts.handle.held_by(1)
+        of_rank = {"layout": gradients.layout, "digest": setup.digest, "snapshots": held, "cuts": cuts}
+        engine.begin(_make_core(parts, setup, config, address, **of_rank))
         return
     declared: list[dict[str, Any]] = []  # what all ranks say, at rank 0
     answer = _declare(parts, setup, address, declared)
@@ -94,16 +98,15 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     engine.groups = tuple(int(x["part"]) for x in declared)
     engine.stages = stages_of([x["names"] for x in declared])
     engine.links.voices = voices_of([x["ckpt"] for x in declared])[1:]
-    together = summed_digest if cuts else replica_digest
     layout = gradients.layout if cuts else replica_digest([x["layout"] for x in declared])
     ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in declared[1:])
-    identity = _identity(parts, setup, address, layout, ranks)
     # A lost host's ranks do not know how large their state is.
     config = replace(config, replay_steps=max(x["replay"] for x in declared))
-    state = MemberState(0, setup.step, together([x["digest"] for x in declared]))
     # The snapshots that the servers of all ranks still hold, oldest first.
     held = [SnapshotRef(*x) for x in declared[0]["snapshots"] if all(x in y["snapshots"] for y in declared)]
-    engine.begin(MemberCore(identity, config, seconds_since_boot(), state, tuple(held)))
+    digest = (summed_digest if cuts else replica_digest)([x["digest"] for x in declared])
+    of_ranks = {"layout": layout, "digest": digest, "snapshots": tuple(held), "ranks": ranks, "cuts": cuts}
+    engine.begin(_make_core(parts, setup, config, address, **of_ranks))
     if not any(x["holds"] for x in declared):
         # If the replicas' initial states differ, a new job may begin from this snapshot. The snapshot must
         # not overwrite any part of the job's state, whatever its layout.
@@ -170,40 +173,34 @@ def _config(parts: EngineParts, setup: TrainingSetup) -> MemberConfig:
     )
 
 
-def _cuts(parts: EngineParts) -> str:
-    """Return the layout of ranks, where replicas may have unequal layouts; else an empty string."""
-    return parts.exchange.lanes.text if parts.exchange.lanes is not None else ""
-
-
-def _identity(
-    parts: EngineParts,
-    setup: TrainingSetup,
-    address: RankAddress,
-    layout: str,
-    ranks: tuple[RankAddress, ...] = (),
-) -> MemberIdentity:
-    settings = parts.settings
-    return MemberIdentity(
+def _make_core(
+    parts: EngineParts, setup: TrainingSetup, config: MemberConfig, address: RankAddress, **of_ranks: Any
+) -> MemberCore:
+    """Make the core; ``of_ranks``: what all ranks of this replica say together in ``OpenSession``."""
+    settings, durable = parts.settings, parts.durable.find()
+    identity = OpenSession(
+        generation=0,
+        step=setup.step,
+        epoch=0,
         replica=settings.replica,
         incarnation=parts.process.incarnation,
         link=address.link,
         ckpt=address.ckpt,
         micro_batches=setup.plan.micro_batches,
-        layout=layout,
         data=setup.data,
         predecessors=parts.process.predecessors,
-        ranks=ranks,
-        durable=parts.durable.find(),
         sharing=setup.sharing,
         data_slot=setup.data_slot,
         rack=settings.rack,
-        cuts=_cuts(parts),
         tensors=parts.gradients.described,
         plane=parts.plane.kind,
         spare=settings.spare,
         ended=find_job_end(settings.home),
         secret=secrets.token_hex(16),
+        durable=durable or (),
+        **of_ranks,
     )
+    return MemberCore(identity, replace(config, storage_failed=durable is None), seconds_since_boot())
 
 
 def _replay_steps(parts: EngineParts, setup: TrainingSetup) -> int:

@@ -286,7 +286,7 @@ def _waits_of_rounds(core: LeaderCore, record: Record, now: float) -> Iterator[s
         yield f"the links of {_some(linking)} in epoch {record.epoch}, for {links_s:.1f} s now"
     if text := _waiting_in_step(core, record, now):
         yield text
-    steps, stalled_s = {beat.step for beat in beats.values()}, now - core.progress.last_step_at
+    steps, stalled_s = {beat.step for beat in beats.values()}, now - core.state.last_step_at
     are_in = len(beats) == len(record.roster) and all(beat.waits for beat in beats.values())
     if are_in and len(steps) == 1 and stalled_s >= _LONG_S:  # every member waits for bytes
         yield f"the exchange of step {steps.pop()}, in which every member is, for {stalled_s:.1f} s now"

@@ -626,7 +626,7 @@ class Job:
     def _look_at_speeds(self, now: float) -> None:
         for change in self.slowness.look(self.core, now):
             self.note(change.kind, change.about, change.why)
-        step = self.core.progress.highest_step or 0
+        step = self.core.state.highest_step or 0
         slow, slowdowns = self.slowness.parts(), self.history.slowdowns
         self.history.keep_slowdowns(slowdowns.observe(slow, self.events.newest, step, time.time()))
         if (order := self.slowness.remedies.take_order()) is not None:
@@ -686,7 +686,7 @@ class Job:
         text = ": ".join(filter(None, (kind, about, event.why)))
         # The newest step that the core knows; a search for the highest step would look at every member.
         log.info(
-            "%s", text, extra=fields(**where, step=core.progress.highest_step or 0, incident_id=incident_id)
+            "%s", text, extra=fields(**where, step=core.state.highest_step or 0, incident_id=incident_id)
         )
 
     # --- a defect --------------------------------------------------------------------------------------

@@ -359,7 +359,7 @@ class JobHistory:
         members = len(record.roster) if record is not None else 0
         before, self._sampled_at = self.ledger.state, now
         # Until a new leader has heard a member, it only knows the step at which the generation began.
-        step = -1 if core.progress.highest_step is None else core.progress.highest_step
+        step = -1 if core.state.highest_step is None else core.state.highest_step
         generation = record.generation if record is not None else 0
         wanted = core.state.config.policy.start_replicas
         sample = JobSample(is_on, step, members, wanted, self.recoveries.is_recovering, generation)

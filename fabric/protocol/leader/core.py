@@ -32,7 +32,6 @@ from fabric.protocol.leader.state import (
     LeaderConfig,
     LeaderOutbox,
     Mark,
-    Progress,
     RosterLimits,
 )
 from fabric.protocol.messages import leader_events as io
@@ -126,10 +125,9 @@ class LeaderCore:
         self.limits: RosterLimits = limits
         self.evidence: FailureEvidence = evidence
         self.writer: RecordWriter = writer
-        self.progress: Progress = Progress(state, outbox, now)
         self.bases: BaseChoice = BaseChoice(state)
-        self.endings: Endings = Endings(state, outbox, evidence, writer, self.progress)
-        self.starts: Starts = Starts(state, limits, evidence, writer, self.bases, self.progress, self.endings)
+        self.endings: Endings = Endings(state, outbox, evidence, writer)
+        self.starts: Starts = Starts(state, limits, evidence, writer, self.bases, self.endings)
         self.orders: OperatorOrders = OperatorOrders(state, outbox, limits, writer)
         self.admission: Admission = Admission(state, outbox, limits, evidence, self.orders, self.endings)
         self.evictions: Evictions = Evictions(
@@ -265,7 +263,7 @@ class LeaderCore:
             return
         is_new_generation = before is None or before.generation != record.generation
         if is_new_generation:
-            self.progress.begin_generation(record.base.step)
+            self.state.begin_generation(record.base.step)
             state.liveness.begin_generation(state.now)
             self.evictions.begin_generation()
             self.rebuilds.start_over()
@@ -332,7 +330,7 @@ class LeaderCore:
         self.limits.forget_gone()
         self.limits.hear(peer)
         self.admission.refuse_unlike(session)
-        self.progress.note_step(peer)
+        self.state.note_step(peer)
         if former is None or former.incarnation != session.incarnation:
             for part in (self.endings, self.orders, self.admission, self.joins):
                 part.forget(session.replica)
@@ -455,9 +453,9 @@ class LeaderCore:
         peer.take(beat)
         self.state.note_named(peer)
         if beat.empty >= 0:
-            self.progress.record_empty_step(peer, beat)
+            self.outbox.record_empty_step(peer, beat)
         self.admission.note_return(peer, beat)
-        self.progress.note_step(peer, went_on)
+        self.state.note_step(peer, went_on)
         if beat.generation != self.bases.base_loaded_generation:
             self.bases.note_loaded(beat.generation)
         writing, record = self.writer.writing, self.state.record

@@ -149,11 +149,12 @@ class RingRebuilder(Struct, eq=False):
     def on_aborted(self, peer: Peer, message: m.Aborted) -> None:
         """Note an abort in any epoch since the last forced epoch: only the next forced epoch answers it.
 
-        A planned epoch does not free members that wait in the epoch before it. A leaving member's abort stops
-        the others too. A process that none of these epochs lists was in none of their rounds.
+        A planned epoch does not free members that wait in the epoch before it. The abort of a member that it
+        left out stops the others too. A process that none of these epochs lists was in none of their rounds.
         """
         name = peer.session.replica
-        if not self.state.in_force(peer) and peer.process not in self.state.epoch.departed:
+        has_left = self.evictions.admission.ending.get(name) == peer.process
+        if not (self.state.in_force(peer) or has_left):
             return
         if message.waiting_for or message.stalled:
             # This member was in the round that ends, so a wait for it in the next round begins at zero.
@@ -207,14 +208,18 @@ class RingRebuilder(Struct, eq=False):
     def _leave_out_unreachable(self, record: Record) -> bool:
         """Keep the largest set of members that reach each other; of equally large sets the more senior one.
 
-        Wait while a member without a link is silent, because it may be dead.
+        Replicas that were left out for a link count as newcomers: of one host's links the ends come one after
+        the other. Wait while a member without a link is silent, because it may be dead.
         """
-        missing = missing_links(self.state.epoch.unreachable, record.names)
-        if not missing:
+        unreachable = self.state.epoch.unreachable
+        if not missing_links(unreachable, record.names):
             return False
         seniority = sorted(record.roster, key=lambda x: (x.since, x.data_slot, x.replica))
-        newcomers = [x.replica for x in seniority if not self.state.knows(x)]
-        kept = set(reachable_set([x.replica for x in seniority], missing, newcomers))
+        outside = self._left_out_before(record)
+        newcomers = [x.replica for x in seniority if not self.state.knows(x)] + list(outside)
+        names = [x.replica for x in seniority] + list(outside)
+        missing = missing_links({**unreachable, **outside}, names)
+        kept = set(reachable_set(names, missing, newcomers))
         cut: dict[str, set[str]] = {}
         for a, b in missing:
             cut.setdefault(a, set()).add(b)
@@ -231,6 +236,17 @@ class RingRebuilder(Struct, eq=False):
                 others = sorted(cut[member.replica] & kept)
                 self._leave_out(member, f"it and {first_of(others)} cannot {act}")
         return True
+
+    def _left_out_before(self, record: Record) -> dict[str, list[str]]:
+        """The replicas that were left out for a link, and for each the members that it still cannot reach."""
+        admission, peers = self.evictions.admission, self.state.liveness.peers
+        outside = [peers[name] for name in sorted(record.strangers(peers.keys()))]
+        return {
+            x.session.replica: admission.out_of_reach(record, x)
+            for x in outside
+            if x.connected and self.state.is_of_generation(x) and not self.state.suspicion(x)
+            if admission.healing.calm_s(x.process) and admission.out_of_reach(record, x)
+        }
 
     def _lost_bytes(self) -> int:
         """Return the size of the messages whose loss has ended links; 0 if no test of links has ended any."""

@@ -143,10 +143,8 @@ class FailureEvidence(Struct, eq=False):
     @property
     def recent(self) -> list[HostFailure]:
         """The failures that count for a penalty now."""
-        return [x for x in self.failures if self._age_s(x) < self.state.config.failures_s]
-
-    def _age_s(self, failure: HostFailure) -> float:
-        return self.state.unix_now - failure.at
+        since = self.state.unix_now - self.state.config.failures_s
+        return [x for x in self.failures if x.at > since]
 
     def penalties(self) -> list[Penalty]:
         """The present penalties of replicas and hosts. A host gets one only if the job has another host."""
@@ -171,7 +169,7 @@ class FailureEvidence(Struct, eq=False):
             for about, times in sorted(counts.items()):
                 if times >= limit and (kind == "replica" or self._has_other_host(about)):
                     own = [x for (name, _), x in by_epoch.items() if name == about]
-                    own.sort(key=self._age_s)
+                    own.sort(key=lambda x: -x.at)
                     # It ends when fewer failures than the limit lie within the window.
                     until = own[limit - 1].at + self.state.config.failures_s
                     penalties.append(Penalty(kind, about, times, until, own[0].why))

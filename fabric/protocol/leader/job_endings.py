@@ -12,7 +12,7 @@ from fabric.model import JobEnd, Record
 from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.liveness import Peer
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.state import MAX_REASON_CHARACTERS, JobState, LeaderOutbox, Progress
+from fabric.protocol.leader.state import MAX_REASON_CHARACTERS, JobState, LeaderOutbox
 from fabric.protocol.messages import leader_events as io
 from fabric.protocol.messages import network as m
 from fabric.protocol.rules import poison
@@ -26,7 +26,6 @@ class Endings(Struct, eq=False):
     outbox: LeaderOutbox
     evidence: FailureEvidence
     writer: RecordWriter
-    progress: Progress
     finished: dict[str, int] = field(default_factory=dict)  # replica -> the step at which its loop ended
     end_step: int | None = None  # the step at which the job ended while no lighthouse led
     ended_by: str = ""  # the operator who ends the job without its replicas, and why
@@ -60,7 +59,7 @@ class Endings(Struct, eq=False):
             return
         if (ended.fence.store_id, ended.fence.generation) != (record.store_id, record.generation):
             return
-        if record.lists(replica, ended.incarnation) and ended.step >= (self.progress.highest_step or 0):
+        if record.lists(replica, ended.incarnation) and ended.step >= (self.state.highest_step or 0):
             self.end_step = ended.step
 
     def known_ends(self, record: Record) -> list[int]:

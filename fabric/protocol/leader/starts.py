@@ -9,7 +9,7 @@ from fabric.protocol.leader.evidence import FailureEvidence
 from fabric.protocol.leader.job_endings import Endings
 from fabric.protocol.leader.liveness import Peer, as_member
 from fabric.protocol.leader.record_writer import RecordWriter
-from fabric.protocol.leader.state import JobState, Mark, Progress, RosterLimits
+from fabric.protocol.leader.state import JobState, Mark, RosterLimits
 from fabric.protocol.rules.assignment import seated
 
 # Before a cold start the leader waits this many seconds for the replicas that are still missing.
@@ -24,7 +24,6 @@ class Starts(Struct, eq=False):
     evidence: FailureEvidence
     writer: RecordWriter
     bases: BaseChoice
-    progress: Progress
     endings: Endings
     waiting_since: float | None = None
     steps_lost: int | None = None  # number of steps that the newest cold start lost; None: not known
@@ -107,7 +106,7 @@ class Starts(Struct, eq=False):
             self.evidence.forgive_deaths()
         spares = [p for p in open_ if p.session.spare]
         peers = regular[: self.limits.most] + spares[: max(0, self.limits.full - len(regular))]
-        base, passed = self.bases.choose(peers, self.progress.highest_step is not None)
+        base, passed = self.bases.choose(peers, self.state.highest_step is not None)
         if base is None:
             self.endings.give_up(
                 f"no state is left that could be loaded: {passed}; mend the storage, or name another "
@@ -119,7 +118,7 @@ class Starts(Struct, eq=False):
         else:
             generation, _ = self.state.named_by_sessions
             newest = (max(record.generation, generation), self.state.next_epoch(record) - 1)
-        highest = self.progress.highest_step
+        highest = self.state.highest_step
         self.steps_lost = None if highest is None else max(0, highest - base.step)
         epoch = newest[1] + 1
         sharing = peers[0].session.sharing
@@ -238,7 +237,7 @@ class Starts(Struct, eq=False):
         peers = [p for p in self.state.liveness.peers.values() if p.connected]
         generation = max((p.generation for p in peers), default=0)
         if generation:
-            self.progress.begin_generation(max(p.step for p in peers if p.generation == generation))
+            self.state.begin_generation(max(p.step for p in peers if p.generation == generation))
         # After a second loss of the store, the members' states may belong to no generation.
         generation = max([generation, *(p.session.known_generation for p in peers)])
         return generation, max((p.newest_epoch for p in peers), default=0)

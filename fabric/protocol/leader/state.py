@@ -76,8 +76,6 @@ class EpochState(Struct):
     marks: dict[str, set[Mark]] = field(default_factory=dict)  # by replica that is left out
     decided_at: float = 0.0
     evictions_since: float = 0.0
-    # Processes that an epoch since the last forced epoch listed, and that the present record does not list.
-    departed: frozenset[ReplicaProcess] = frozenset()
     ended_at: float | None = None  # when all members but newcomers without a round had finished
 
     def on_report(self, replica: str, report: m.Report) -> m.Resume | None:
@@ -149,6 +147,8 @@ class JobState:
         self.epoch = EpochState(now)
         self.autonomy_s = 0.0  # the longest ``autonomy_s`` that any session has named
         self.named_by_sessions = (0, 0)  # newest generation and epoch of this store
+        self.highest_step: int | None = None  # of this generation; None: not known to this leader
+        self.last_step_at = now  # when a heartbeat last showed that a member has committed a step
         self.now = now
         self.unix_offset_s = 0.0  # the time of day minus ``now``
 
@@ -156,6 +156,10 @@ class JobState:
     def unix_now(self) -> float:
         """The time of day, in Unix seconds."""
         return self.now + self.unix_offset_s
+
+    def begin_generation(self, step: int) -> None:
+        """Begin a generation from the state at ``step``."""
+        self.highest_step = step
 
     def advance(self, now: float) -> None:
         self.now = now
@@ -174,12 +178,8 @@ class JobState:
         self.record = record
 
     def begin_epoch(self, record: Record) -> None:
-        """Hold a record that the store has committed. A planned epoch's leaving members may still abort."""
-        departed = frozenset[ReplicaProcess]()
-        if not record.is_forced and self.record is not None:
-            listed = (x.process for x in self.record.roster)
-            departed = self.epoch.departed.union(x for x in listed if not record.lists(*x))
-        self.record, self.epoch = record, EpochState(self.now, departed=departed)
+        """Hold a record that the store has committed."""
+        self.record, self.epoch = record, EpochState(self.now)
         self.liveness.keep(record.roster)
 
     def take_policy(self, policy: Policy) -> None:
@@ -197,19 +197,19 @@ class JobState:
         self.autonomy_s = max(self.autonomy_s, peer.session.autonomy_s)
         self.note_named(peer)
 
-    def top_step(self) -> int:
-        """The highest step of any member; else the base's step; for a complete job its last step.
+    def note_step(self, peer: Peer, went_on: bool = False) -> None:
+        """Note the step of a process; ``went_on``: a heartbeat shows that this member has committed it."""
+        self.last_step_at = self.now if went_on else self.last_step_at
+        is_higher = self.highest_step is None or peer.step > self.highest_step
+        if is_higher and self.in_force(peer) and self.is_of_generation(peer):
+            self.highest_step = peer.step
 
-        The call looks at every peer.
-        """
+    def top_step(self) -> int:
+        """The highest step of this generation; else the base's step; for a complete job its last step."""
         record = self.record
         if record is None:
             return 0
-        if record.complete:
-            return record.base.step
-        peers = self.liveness.peers.values()
-        steps = [p.step for p in peers if p.generation == record.generation and self.in_force(p)]
-        return max(steps, default=record.base.step)
+        return record.base.step if record.complete else max(record.base.step, self.highest_step or 0)
 
     @property
     def out_of_sight_s(self) -> float:
@@ -490,12 +490,18 @@ class RosterLimits(Struct, eq=False):
         self.overrides = orders
 
 
+# Seconds between two log events about steps without data.
+EMPTY_S = 1.0
+
+
 class LeaderOutbox(Struct, eq=False):
     """Collects effects; every part of the leader sends through it."""
 
     state: JobState
     effects: list[io.Effect] = field(default_factory=list)
     loss_incidents: dict[str, str] = field(default_factory=dict)  # by evicted replica, until it is back
+    empty: tuple[int, int] = (0, -1)  # generation and number of the newest step without data in an event
+    empty_due: float = 0.0  # the time from which another event about a step without data may follow
 
     def begin(self) -> None:
         self.effects = []
@@ -523,31 +529,6 @@ class LeaderOutbox(Struct, eq=False):
             if not member.joining:
                 self.loss_incidents.pop(member.replica, None)
 
-
-# Seconds between two log events about steps without data.
-EMPTY_S = 1.0
-
-
-class Progress(Struct, eq=False):
-    """The newest step, and steps without data."""
-
-    state: JobState
-    outbox: LeaderOutbox
-    last_step_at: float  # when a member last reported a step higher than all before
-    highest_step: int | None = None  # highest step of this generation; None: not known to this leader
-    empty: tuple[int, int] = (0, -1)  # generation and number of the newest step without data in an event
-    empty_due: float = 0.0  # the time from which another event about a step without data may follow
-
-    def begin_generation(self, step: int) -> None:
-        self.highest_step = step
-
-    def note_step(self, peer: Peer, went_on: bool = False) -> None:
-        """Note the step of a process; ``went_on``: a heartbeat shows that this member has committed it."""
-        self.last_step_at = self.state.now if went_on else self.last_step_at
-        is_higher = self.highest_step is None or peer.step > self.highest_step
-        if is_higher and self.state.in_force(peer) and self.state.is_of_generation(peer):
-            self.highest_step = peer.step
-
     def record_empty_step(self, peer: Peer, beat: m.Heartbeat) -> None:
         """Write an event about a step without data: once per step, and at most once a second."""
         newest = (beat.generation, beat.empty)
@@ -556,4 +537,4 @@ class Progress(Struct, eq=False):
         if self.state.in_force(peer) and self.state.is_of_generation(peer):
             self.empty, self.empty_due = newest, self.state.now + EMPTY_S
             why = f"step {beat.empty} was committed with total weight 0: no member had data for it"
-            self.outbox.record_event("empty step", "", why)
+            self.record_event("empty step", "", why)

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from fabric.model import SnapshotRef
 from fabric.protocol.member.catch_up import CatchUp
 from fabric.protocol.member.ending import Ending
 from fabric.protocol.member.links import LinkWatch
@@ -25,9 +24,7 @@ from fabric.protocol.member.state import (
     CoreContext,
     KnownEpochs,
     MemberConfig,
-    MemberIdentity,
     MemberMemory,
-    MemberState,
     Mode,
 )
 from fabric.protocol.messages import member_events as io
@@ -36,25 +33,18 @@ from fabric.protocol.rules.adaptive_timeout import AdaptiveTimeout
 
 
 class MemberCore:
-    """Takes events and returns effects. My checkpoint server holds ``snapshots`` of an earlier process.
+    """Takes events and returns effects. A core begins with the state and snapshots that ``identity`` names.
 
     A shell may read the parts and their fields, and writes none of them. Another thread that reads may see
     values that belong to different times.
     """
 
-    def __init__(
-        self,
-        identity: MemberIdentity,
-        config: MemberConfig,
-        now: float,
-        state: MemberState | None = None,
-        snapshots: tuple[SnapshotRef, ...] = (),
-    ) -> None:
+    def __init__(self, identity: m.OpenSession, config: MemberConfig, now: float) -> None:
         self.context = context = CoreContext(identity, config, now)
-        self.memory = memory = MemberMemory(context, state or MemberState())
+        self.memory = memory = MemberMemory(context)
         self.epochs = epochs = KnownEpochs(context, memory)
         self.session = session = LighthouseSession(context, memory, epochs)
-        self.serving = serving = SnapshotServing(context, memory, epochs, session, snapshots)
+        self.serving = serving = SnapshotServing(context, memory, epochs, session, identity.snapshots)
         self.rounds = rounds = Rounds(
             context,
             memory,
@@ -71,7 +61,7 @@ class MemberCore:
         self._handlers = self._event_handlers()
         # The part that takes each message of the leader.
         self._leader_handlers: dict[type, Callable[[Any], None]] = {
-            m.Epoch: self.membership.on_epoch,
+            m.Epoch: lambda message: self.membership.hear_of(message.record),
             m.RosterDelta: self.membership.on_change,
             m.Resume: self.membership.on_resume,
             m.TakeSnapshotFor: self.serving.on_serve,

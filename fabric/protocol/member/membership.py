@@ -70,22 +70,19 @@ class Membership(Struct, eq=False):
         if unheeded is not None:
             self.on_resume(unheeded)
 
-    def on_epoch(self, message: m.Epoch) -> None:
-        self._hear_of(message.record)
-
     def on_change(self, message: m.RosterDelta) -> None:
         """Rule 6: apply a roster delta; ask for the whole epoch if I do not hold the roster before it."""
         newest, fence = self._epochs.newest, message.record.fence
         record = roster_delta.applied(message, newest)
         if record is not None:
-            self._hear_of(record)
+            self.hear_of(record)
         elif newest is None or fence.store_id != newest.store_id or fence >= newest.fence:
             self._context.emit(
                 io.WriteJournal("roster", message.record.epoch, self._memory.state.step, "I request it whole")
             )
             self._context.emit(io.SendLeader(m.RequestRoster(message.record.fence)))
 
-    def _hear_of(self, record: Record) -> None:
+    def hear_of(self, record: Record) -> None:
         if not self._is_news(record):
             return
         if self._epochs.newest is not None and record.generation != self._epochs.newest.generation:
@@ -262,7 +259,7 @@ class Membership(Struct, eq=False):
         self._rounds.leave()
         self._session.has_answer()
         self._memory.drop_kept()
-        if self._context.identity.durable is None and not base.generation:
+        if self._context.config.storage_failed and not base.generation:
             # Rule 8: no replica has read durable storage, which may hold a state of this job.
             self._context.stop(
                 RESTART, "the job would begin from nothing, and durable storage has not been read here"

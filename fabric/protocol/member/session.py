@@ -3,6 +3,8 @@
 import math
 from collections import deque
 
+from msgspec.structs import replace
+
 from fabric.exit_codes import FAILED, RESTART
 from fabric.model import EarlierStep, Fence, SnapshotRef, StepTimes
 from fabric.protocol.member.state import Contact, CoreContext, KnownEpochs, MemberMemory, Mode
@@ -186,12 +188,10 @@ class LighthouseSession:
             self.repeat_aborted()
 
     def _first_message(self, snapshots: tuple[SnapshotRef, ...], serves: tuple[str, ...]) -> m.OpenSession:
-        me, state, newest = self._context.identity, self._memory.state, self._epochs.newest
-        config = self._context.config
-        return m.OpenSession(
-            **{name: getattr(me, name) for name in me.__struct_fields__ if name != "durable"},
+        config, state, newest = self._context.config, self._memory.state, self._epochs.newest
+        return replace(
+            self._context.identity,
             **{name: getattr(config, name) for name in _OF_CONFIG},
-            durable=me.durable or (),
             generation=state.generation,
             step=state.step,
             digest=state.digest,

@@ -5,22 +5,17 @@ from collections.abc import Iterable
 from enum import Enum
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from fabric.errors import IllegalTransition
 from fabric.exit_codes import FINISHED, RESTART
 from fabric.model import (
-    EVERYTHING,
     NOT_LAUNCHED,
     DataPlan,
     Fence,
-    JobEnd,
     LaunchedLayouts,
     Member,
     Poison,
-    RankAddress,
     Record,
-    Sharing,
     SnapshotRef,
     Value,
 )
@@ -53,31 +48,6 @@ TRANSITIONS: dict[Mode, frozenset[Mode]] = {
 }
 
 
-class MemberIdentity(Value):
-    """The identity of this process, the same in every session; fields as in ``OpenSession``."""
-
-    replica: str
-    incarnation: int
-    link: str
-    ckpt: str
-    micro_batches: int
-    layout: str = ""
-    data: str = ""
-    shares: int = 1
-    predecessors: tuple[int, ...] = ()
-    sharing: Sharing = EVERYTHING
-    data_slot: int = -1
-    ranks: tuple[RankAddress, ...] = ()
-    tensors: tuple[str, ...] = ()
-    plane: str = ""
-    durable: tuple[SnapshotRef, ...] | None = ()  # durable checkpoints at the start; None: storage failed
-    spare: bool = False
-    ended: JobEnd | None = None
-    secret: str = ""
-    rack: str = ""
-    cuts: str = ""
-
-
 class MemberConfig(Value):
     """Settings of a member; times in seconds."""
 
@@ -93,6 +63,7 @@ class MemberConfig(Value):
     exchange_s: float = 60.0  # the time budget for an exchange
     user_code_s: float = 1800.0  # the time budget for user code
     stores: bool = True  # this replica has storage for durable checkpoints
+    storage_failed: bool = False  # durable storage could not be read at the start
     on_nan: str = "propagate"  # the action at a step whose averaged gradient is not finite
     plan: DataPlan | None = None  # the data of the loop's first steps; None: those of all its steps
 
@@ -205,9 +176,12 @@ class LinkState(Struct):
 
 
 class CoreContext:
-    """The context of one core, in each of its parts. Times are monotonic seconds."""
+    """The context of one core, in each of its parts. Times are monotonic seconds.
 
-    def __init__(self, identity: MemberIdentity, config: MemberConfig, now: float) -> None:
+    ``identity``: the first message of the first session. Every session repeats what it says of this process.
+    """
+
+    def __init__(self, identity: m.OpenSession, config: MemberConfig, now: float) -> None:
         self.identity = identity
         self.replica = identity.replica
         self.config = config
@@ -251,12 +225,13 @@ class CoreContext:
 class MemberMemory:
     """The memory of the trainer process. Only its main thread changes state and gradient, by effects."""
 
-    def __init__(self, context: CoreContext, state: MemberState) -> None:
+    def __init__(self, context: CoreContext) -> None:
+        me = context.identity
         self._context = context
-        self.state = replace(state)
+        self.state = MemberState(me.generation, me.step, me.digest)
         self.kept_gradient = KeptGradient()
         self.waiting = False  # whether the main thread waits for a Compute, Apply, Install, ...
-        self.began = state.step  # the step at which this process began
+        self.began = me.step  # the step at which this process began
         self.loaded = -1  # the step of the last loaded state: its digest does not prove my own updates
         self.empty = -1  # the newest step that was committed with total weight 0
         self.suspect = False  # digests differed: after an eviction for that, do not trust the own state

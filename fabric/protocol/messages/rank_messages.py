@@ -71,15 +71,8 @@ class RankOutcome(Value):
     number: int = 0  # number of the command that this event answers; 0: the event itself names the command
 
 
-class FromRank(Value):
-    """An outcome that rank ``rank`` sent; rank 0's own outcomes come as this event too."""
-
-    rank: int
-    outcome: RankOutcome
-
-
 class FromHost(Value):
-    """An event of each of ``ranks`` of one host, all of one kind."""
+    """An event of each of ``ranks`` of one host, all of one kind; rank 0's own outcomes come so too."""
 
     ranks: tuple[int, ...]
     events: tuple[RankEvent, ...]
@@ -152,7 +145,7 @@ def commands_by_rank(data: bytes, count: int) -> list[bytes]:
     return [msgspec.json.encode(msgspec.structs.replace(envelope, own=(own,))) for own in envelope.own]
 
 
-def decode_outcomes(data: bytes, ranks: Sequence[int]) -> FromRank | FromHost:
+def decode_outcomes(data: bytes, ranks: Sequence[int]) -> FromHost:
     """Decode what the first of ``ranks`` sent, which speaks for all of them. Raises ProtocolError."""
     envelope = _envelope(data, _EVENTS)
     kind, raw = _EVENTS[envelope.kind], bytes(envelope.value)
@@ -165,8 +158,6 @@ def decode_outcomes(data: bytes, ranks: Sequence[int]) -> FromRank | FromHost:
         events = (decode_value(kind, raw, envelope.kind),) * len(who)
     if len(events) != len(who):
         raise ProtocolError(f"{len(who)} ranks have {len(events)} outcomes")
-    if len(who) == 1:
-        return FromRank(who[0], RankOutcome(events[0], envelope.number))
     return FromHost(who, events, envelope.number)
 
 

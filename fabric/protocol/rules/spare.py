@@ -116,21 +116,6 @@ def ring_layout(groups: int, offsets: Sequence[int]) -> tuple[tuple[int, ...], .
     return tuple(tuple((group + offset) % groups for offset in offsets) for group in range(groups))
 
 
-def block_layout(groups: int, redundancy: int) -> tuple[tuple[int, ...], ...]:
-    """Traditional replication: the r groups of a block all host the r types of the block.
-
-    A last block with fewer groups hosts only its own types, so its types have fewer hosts.
-    """
-    _check(groups, redundancy)
-    stacks = []
-    for group in range(groups):
-        first = group - group % redundancy
-        block = list(range(first, min(first + redundancy, groups)))
-        position = group - first
-        stacks.append(tuple(block[position:] + block[:position]))
-    return tuple(stacks)
-
-
 def _check(groups: int, redundancy: int) -> None:
     if groups < 1:
         raise ValueError(f"a job needs at least 1 group, not {groups}")
@@ -161,17 +146,13 @@ class StackedShards:
         """
         self._stacks = [list(stack) for stack in stacks]
         self._owners = _Owners(stacks)
+        self.owner = self._owners.owner  # per type the group whose copy is summed
         orphan = next((type_ for type_, hosts in enumerate(self._owners.hosts) if not hosts), None)
         if orphan is not None:
             raise ValueError(f"no group hosts type {orphan}: the layout is not complete")
         self.alive = set(range(len(stacks)))
         self.depth = 0
         self._plan(range(len(stacks)))
-
-    @property
-    def owner(self) -> list[int]:
-        """Per type the group whose copy is summed."""
-        return self._owners.owner
 
     def stack(self, group: int) -> tuple[int, ...]:
         """The types of ``group`` in the order in which it computes them; it computes the first ``depth``."""
@@ -197,14 +178,6 @@ class StackedShards:
             self._owners.give(type_, -1)
         before = self.depth
         return Patch(self._plan(orphans), self.depth, self.depth > before)
-
-    def restore(self, groups: Iterable[int]) -> None:
-        """Bring ``groups`` back at a step boundary: give every type a new owner, at the smallest depth."""
-        self.alive |= set(groups)
-        for type_ in range(len(self.owner)):
-            self._owners.give(type_, -1)
-        self.depth = 0
-        self._plan(range(len(self.owner)))
 
     # --- planning ------------------------------------------------------------------------------------
 

@@ -204,7 +204,6 @@ class HeadEngine(RankEngine):
         await super()._end()
 
     def _feed(self, event: Any, number: int = 0) -> None:
-        self._note_planes(event)
         if isinstance(event, _OUTCOMES):
             event = FromRank(0, RankOutcome(event, number))
         if isinstance(event, FromRank) and isinstance(event.outcome.event, io.Noticed):
@@ -297,7 +296,6 @@ class FollowerEngine(RankEngine):
         await super()._end()
 
     def _feed(self, event: Any, number: int = 0) -> None:
-        self._note_planes(event)
         self._follower.tell(event)
         self._send(self._group.rank, RankOutcome(event, number))
 

@@ -207,8 +207,11 @@ def test_a_gradient_is_fetched_beside_what_the_loop_holds_of_the_last_one(monkey
     at_once = SimpleNamespace(submit=lambda job: job())
     monkeypatch.setattr(module, "Worker", lambda *_, **__: at_once)
 
+    errors = []
+
     def fetch_gradient(_urls, *, step, into, **_):
         into[:] = bytes([step]) * 8
+        errors.append(into[:4])  # an error's frames may live for a while
         return GradientMeta(1, step, 1, 1.0, "ab", "", 8, {}, "http://b")
 
     fetcher = SimpleNamespace(fetch_gradient=fetch_gradient, cancel=lambda: None)

@@ -156,6 +156,7 @@ class FetchThread:
         self._wanted = 0
         self._closing = threading.Event()
         self.buffer: torch.Tensor | None = None  # of the last gradient, of which ``.grad`` may have parts
+        self._bytes = memoryview(b"")  # of the buffer; errors of a fetch may hold it for a while
         self._own_uses = 0
         self._state: FetchedState | None = None
         self.gradient: GradientMeta | None = None
@@ -193,6 +194,7 @@ class FetchThread:
         # The loop may still hold parts of the last gradient: see ``FlatGradients.scatter``.
         if self.buffer is None or _uses(self.buffer) > self._own_uses:
             self.buffer = torch.zeros(self._gradient_bytes, dtype=torch.uint8, device="cpu")
+            self._bytes = self.buffer.numpy().data
             self._own_uses = _uses(self.buffer)
         try:
             if self.pieces is not None:
@@ -202,7 +204,7 @@ class FetchThread:
                     order.urls,
                     generation=order.generation,
                     step=order.step,
-                    into=self.buffer.numpy().data,
+                    into=self._bytes,
                     wait_s=_WAIT_S,
                     digest=self._digest,
                 )

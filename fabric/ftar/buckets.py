@@ -37,6 +37,9 @@ BUCKET_BYTES = 16 * 2**20
 # once; a lighthouse keeps one description per job.
 _DESCRIPTION_CHARACTERS = 64 * 1024
 
+# Rounds take this many buffers in turn, unless a replica catches up.
+_MOST_KEPT = 3
+
 NamedParameter = tuple[str, torch.nn.Parameter]
 
 
@@ -74,15 +77,12 @@ class Bucket:
         """Return this rank's part of each gradient that there is, by the parameter's name."""
         return [(name, local_part(p.grad)) for name, p in self.parameters if p.grad is not None]
 
-    def views(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
-        """Return the part of ``buffer`` that each parameter's gradient takes, in its shape."""
+    def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+        """Return each parameter with the part of ``buffer`` that its gradient takes, in its shape."""
         local = [local_part(parameter) for _, parameter in self.parameters]
         sizes = [*(x.numel() for x in local), len(local)]  # the presence lies behind the gradients
         parts = self.view(buffer).split_with_sizes(sizes)
-        return [
-            (part.view(x.shape), parameter)
-            for part, x, (_, parameter) in zip(parts, local, self.parameters, strict=False)
-        ]
+        return [(*x, part.view(y.shape)) for x, y, part in zip(self.parameters, local, parts, strict=False)]
 
 
 class FlatGradients:
@@ -110,6 +110,8 @@ class FlatGradients:
         self.scale = 1.0  # factor for gradients when they are gathered
         # Parameters whose sum is the value of one member: it is not divided by the weight.
         self.of_one: frozenset[str] = frozenset()
+        # The views of the newest buffers, by address.
+        self._kept_views: dict[int, list[tuple[str, torch.nn.Parameter, torch.Tensor]]] = {}
         self.parameters = tuple((name, p) for name, p in parameters if p.requires_grad)
         self._sharded: list[Any] = [p for _, p in self.parameters if hasattr(p, "placements")]
         _check_parameters(self.parameters)
@@ -140,22 +142,15 @@ class FlatGradients:
             if not is_complete(parameter) and hasattr(parameter.grad, "redistribute"):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
-    def gather(self, into: torch.Tensor) -> None:
-        """Copy every ``.grad`` into the buffer. Missing gradients and gaps become zeros.
-
-        Raises ConfigError for a gradient whose form cannot be summed; the gradients are untouched.
-        """
-        for bucket in self.buckets:
-            self.gather_bucket(bucket, into)
-
     @torch.no_grad()
     def gather_bucket(
         self, bucket: Bucket, into: torch.Tensor, is_one: bool = True, in_place: bool = False
     ) -> list[torch.Tensor]:
-        """As ``gather``, for one bucket; return where its elements lie, one part after the other.
+        """Copy the bucket's gradients into the buffer; missing ones and gaps become zeros.
 
-        ``is_one``: this member has the values of ``of_one``. ``in_place``: gradients that lie in memory as
-        they do in the buffer are not copied.
+        Return where its elements lie, one part after the other. Raises ConfigError for a gradient whose form
+        cannot be summed; the gradients are untouched. ``is_one``: this member has the values of ``of_one``.
+        ``in_place``: gradients that lie in memory as they do in the buffer are not copied.
         """
         self._check_buffer(into)
         bucket.check_gradients()
@@ -173,13 +168,16 @@ class FlatGradients:
                 continue
             gradient = local_part(parameter.grad)
             if in_place and self.scale == 1.0 and _is_flat(gradient):
-                parts += [flat[begin:start], gradient.detach().view(-1)]
+                if begin < start:
+                    parts.append(flat[begin:start])
+                if start < stop:
+                    parts.append(gradient)
                 begin = stop
                 continue
             view = flat[start:stop].view(local.shape).copy_(gradient)
             if self.scale != 1.0:
                 view.mul_(self.scale)
-        return [part for part in (*parts, flat[begin:]) if part.numel()]
+        return [*parts, flat[begin:]]  # the presence at least
 
     def absent(self, buffer: torch.Tensor) -> frozenset[str]:
         """Return the names of the parameters for which no member has a gradient in ``buffer``, a sum.
@@ -208,7 +206,7 @@ class FlatGradients:
         for bucket, total in zip(self.buckets, torch.stack(sums).tolist() if sums else [], strict=True):
             if math.isfinite(total):
                 continue
-            for (name, _), (view, _) in zip(bucket.parameters, bucket.views(buffer), strict=True):
+            for name, _, view in bucket.views(buffer):
                 if name not in self.of_one and not bool(torch.isfinite(view).all()):
                     nonfinite.add(name)
         return next((name for name, _ in self.parameters if name in nonfinite), "")
@@ -226,30 +224,43 @@ class FlatGradients:
         return next((name for name, x in own.items() if not bool(torch.isfinite(x).all())), "")
 
     @torch.no_grad()
-    def scatter(self, buffer: torch.Tensor, weight: float, absent: Collection[str] | None = None) -> None:
+    def scatter(
+        self, buffer: torch.Tensor, weight: float, absent: Collection[str] | None = None, lend: bool = False
+    ) -> None:
         """Write ``buffer / weight`` into every ``.grad``, which is created where there is none.
 
-        ``absent``: the parameters whose ``.grad`` becomes None; by default as ``buffer`` says. Raises
-        StateError, before it writes, for a weight by which it cannot divide.
+        ``absent``: the parameters whose ``.grad`` becomes None; by default as ``buffer`` says. ``lend``: a
+        missing ``.grad`` becomes a part of ``buffer``, divided there. Raises StateError, before it writes,
+        for a weight by which it cannot divide.
         """
         self._check_buffer(buffer)
         _check_weight(weight)
         absent = self.absent(buffer) if absent is None else absent
-        for bucket in self.buckets:
-            for (name, _), (view, parameter) in zip(bucket.parameters, bucket.views(buffer), strict=True):
-                if name in absent:
-                    parameter.grad = None
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                gradient = local_part(parameter.grad)
-                if name in self.of_one:
-                    gradient.copy_(view)
-                elif gradient.device.type == "cpu":
-                    torch.div(view, weight, out=gradient)
-                else:
-                    gradient.copy_(view)
-                    gradient.div_(weight)
+        for name, parameter, view in self._views(buffer, keep=buffer.is_cpu and not lend):
+            if name in absent:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = view if lend and _is_flat(parameter) else torch.empty_like(parameter)
+            gradient = local_part(parameter.grad)
+            if name in self.of_one:
+                gradient.copy_(view)
+            elif gradient.device.type == "cpu":
+                torch.div(view, weight, out=gradient)
+            else:
+                gradient.copy_(view)
+                gradient.div_(weight)
+
+    def _views(self, buffer: torch.Tensor, keep: bool) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+        address = buffer.data_ptr()  # its own, because kept views keep its memory
+        if keep and address in self._kept_views:
+            return self._kept_views[address]
+        views = [view for bucket in self.buckets for view in bucket.views(buffer)]
+        if keep:
+            self._kept_views[address] = views
+            if len(self._kept_views) > _MOST_KEPT:
+                del self._kept_views[next(iter(self._kept_views))]
+        return views
 
     @torch.no_grad()
     def divide(self, weight: float) -> None:
@@ -294,7 +305,7 @@ def _row(name: str, tensor: torch.Tensor) -> list[object]:
 def _is_flat(gradient: torch.Tensor) -> bool:
     """Whether the elements lie in host memory in their order and as they are."""
     return (
-        type(gradient) is torch.Tensor
+        type(gradient) in (torch.Tensor, torch.nn.Parameter)
         and gradient.is_cpu
         and gradient.is_contiguous()
         and not gradient.is_neg()

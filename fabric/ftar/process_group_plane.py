@@ -308,11 +308,7 @@ class GroupPlane(EpochPlane[GroupLinks]):
         super().__init__(Bounds(7200.0, exchange_s), owns, make_links)
 
     kind = "nccl"
-
-    @property
-    def shares_memory(self) -> bool:
-        """Never: the library moves the bytes itself."""
-        return False
+    shares_memory = False  # the library moves the bytes itself
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Refuse: this plane reduces any memory of the device in place."""

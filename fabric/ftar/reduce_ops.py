@@ -92,13 +92,6 @@ class Reduction:
 
 
 SUM = Reduction("sum")
-MIN = Reduction("min")
-MAX = Reduction("max")
-
-
-def mean(weight: float) -> Reduction:
-    """Return the sum divided by the total ``weight``."""
-    return Reduction("mean", weight)
 
 
 @torch.no_grad()
@@ -106,7 +99,7 @@ def put_together(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     """Copy ``parts`` one after the other to where they belong in ``into``, unless they lie there."""
     begin = 0
     for part in parts:
-        place = into[begin : begin + part.numel()]
+        place = into[begin : begin + part.numel()].view(part.shape)
         if part.device != place.device or address_of(part) != address_of(place):
             place.copy_(part)
         begin += part.numel()

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ckpt_server.test_training_state import to_bytes
+from ftar.gathering import gather
 from safetensors.torch import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,7 +107,7 @@ def test_gradients_of_shards_go_into_the_flat_buffer_and_back(mesh):
     gradients = FlatGradients(parameters)
     buffer = torch.empty(gradients.nbytes, dtype=torch.uint8)
     objects["model"](torch.ones(2, 5)).sum().backward()
-    gradients.gather(buffer)
+    gather(gradients, buffer)
     expected = [p.grad.full_tensor().clone() for _, p in parameters]
     for _, p in parameters[1:]:
         p.grad = None

@@ -241,7 +241,7 @@ def test_a_flipped_bit_is_in_what_the_members_sum(folder, points):
     with closing(SentOrder(folder, order(point="gather", action="flip"))):
         exchange._gather(StartExchange(FENCE, 0, 1.0), flat.buckets[0], memory)
     exchange.close()
-    sent_gradient = flat.buckets[0].views(memory)[0][0].tolist()
+    sent_gradient = flat.buckets[0].views(memory)[0][2].tolist()
     assert sent_gradient == [1.0, flat.parameters[0][1].grad[1].item()] != [1.0, 2.0]
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from ftar.gathering import gather
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -71,7 +72,7 @@ class Loop:
     def holds(self) -> bool:
         """Whether what was sent are the gradients as they are now."""
         flat = torch.zeros_like(self.sent)
-        self.gradients.gather(flat)
+        gather(self.gradients, flat)
         return torch.equal(flat, self.sent)
 
 

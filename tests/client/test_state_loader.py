@@ -202,6 +202,33 @@ def test_a_gradient_that_was_cancelled_before_its_turn_is_never_asked_for(monkey
     assert isinstance(transfer.buffer, torch.Tensor)
 
 
+@pytest.mark.parametrize("holds", ["nothing", "a gradient", "a part of one"])
+def test_a_gradient_is_fetched_beside_what_the_loop_holds_of_the_last_one(monkeypatch, holds):
+    at_once = SimpleNamespace(submit=lambda job: job())
+    monkeypatch.setattr(module, "Worker", lambda *_, **__: at_once)
+
+    errors = []
+
+    def fetch_gradient(_urls, *, step, into, **_):
+        into[:] = bytes([step]) * 8
+        errors.append(into[:4])  # an error's frames may live for a while
+        return GradientMeta(1, step, 1, 1.0, "ab", "", 8, {}, "http://b")
+
+    fetcher = SimpleNamespace(fetch_gradient=fetch_gradient, cancel=lambda: None)
+    ladder = SimpleNamespace(make_fetcher=lambda: fetcher)
+    transfer = FetchThread(ladder, 8, SimpleNamespace(hit=lambda *_: None), pytest.fail)
+    transfer.fetch_gradient(io.FetchGradient(1, 3, ("http://b",)), lambda _: None)
+    first = transfer.buffer
+    address = first.data_ptr()
+    gradient = first[:4].view(torch.float32)
+    held = {"nothing": None, "a gradient": gradient, "a part of one": gradient.detach()[:0]}[holds]
+    del first, gradient
+    transfer.fetch_gradient(io.FetchGradient(1, 4, ("http://b",)), lambda _: None)
+    assert transfer.buffer.tolist() == [4] * 8
+    assert (transfer.buffer.data_ptr() == address) == (held is None)
+    assert held is None or held.untyped_storage().tolist()[:8] == [3] * 8
+
+
 # --- unequal layouts of ranks ------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ftar.gathering import gather
 from torch import nn
 
 from fabric.errors import ConfigError, StateError
@@ -38,12 +39,46 @@ def test_gathered_gradients_are_scattered_divided_by_the_weight():
     fill(named, 1)
     before = [p.grad.clone() for _, p in named]
     buffer = torch.full((flat.nbytes,), 255, dtype=torch.uint8)
-    flat.gather(buffer)
+    gather(flat, buffer)
     for _, p in named:
         p.grad = torch.zeros_like(p) if p.dim() else None
     flat.scatter(buffer, 3.0)
     for (_, p), old in zip(named, before, strict=True):
         assert torch.equal(p.grad, old / 3.0)
+
+
+def test_a_missing_gradient_may_become_a_part_of_the_buffer():
+    named = parameters(*MIXED, ((6, 4), torch.float32))
+    flat = FlatGradients(named)
+    by_name = dict(named)
+    by_name["p6"].data = torch.randn(4, 6).t()  # its gradient has other strides than the buffer
+    fill(named, 1)
+    before = {name: p.grad.clone() for name, p in named}
+    buffer = torch.full((flat.nbytes,), 255, dtype=torch.uint8)
+    gather(flat, buffer)
+    for name, p in named:
+        p.grad = torch.zeros_like(p) if name == "p0" else None
+    flat.of_one = frozenset({"p2"})
+    flat.scatter(buffer, 3.0, lend=True)
+    memory = buffer.untyped_storage().data_ptr()
+    for name, p in named:
+        assert torch.equal(p.grad, before[name] / (1.0 if name == "p2" else 3.0)), name
+        assert (p.grad.untyped_storage().data_ptr() == memory) == (name not in ("p0", "p6")), name
+
+
+@pytest.mark.parametrize("buffers", [1, 3, 5])
+def test_gradients_come_from_the_buffer_that_is_given_however_many_there_are(buffers):
+    named = parameters(*MIXED)
+    flat = FlatGradients(named)
+    slots = [torch.zeros(flat.nbytes, dtype=torch.uint8) for _ in range(buffers)]
+    for step in range(3 * buffers):
+        fill(named, step)
+        before = [p.grad.clone() for _, p in named]
+        gather(flat, slots[step % buffers])
+        for _, p in named:
+            p.grad = None
+        flat.scatter(slots[step % buffers], 2.0)
+        assert all(torch.equal(p.grad, old / 2.0) for (_, p), old in zip(named, before, strict=True))
 
 
 def test_buckets_are_aligned_by_type_last_parameter_first_and_cover_their_parameters():
@@ -80,7 +115,7 @@ def test_buckets_of_any_size_cover_every_byte_once_and_hold_the_same_bytes(bucke
     whole, cut = FlatGradients(named), FlatGradients(named, bucket_bytes)
     fill(named, 5)
     buffers = [torch.full((flat.nbytes,), 255, dtype=torch.uint8) for flat in (whole, cut)]
-    whole.gather(buffers[0])
+    gather(whole, buffers[0])
     for bucket in reversed(cut.buckets):
         cut.gather_bucket(bucket, buffers[1])
     for bucket in cut.buckets:
@@ -105,8 +140,8 @@ def test_equal_gradients_are_equal_bytes_whatever_was_in_the_buffer():
     fill(named, 2)
     one = torch.full((flat.nbytes,), 255, dtype=torch.uint8)
     two = torch.zeros(flat.nbytes, dtype=torch.uint8)
-    flat.gather(one)
-    flat.gather(two)
+    gather(flat, one)
+    gather(flat, two)
     assert torch.equal(one, two)
 
 
@@ -114,10 +149,10 @@ def summed(flats: list[FlatGradients], seed: int) -> torch.Tensor:
     """Return the sum of the gathered gradients, bucket by bucket, as a data plane adds them."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.randint(256, (flats[0].nbytes,), dtype=torch.uint8, generator=generator)
-    flats[0].gather(total)
+    gather(flats[0], total)
     for flat in flats[1:]:
         part = torch.randint(256, (flat.nbytes,), dtype=torch.uint8, generator=generator)
-        flat.gather(part)
+        gather(flat, part)
         for bucket in flat.buckets:
             bucket.view(total).add_(bucket.view(part))
     return total
@@ -153,7 +188,7 @@ def test_thousands_of_members_in_a_small_type_still_count_as_some(dtype):
     flat = FlatGradients(named)
     named[0][1].grad = torch.zeros(1, dtype=dtype)
     one = torch.zeros(flat.nbytes, dtype=torch.uint8)
-    flat.gather(one)
+    gather(flat, one)
     total, (bucket,) = one.clone(), flat.buckets
     for _ in range(5000):
         bucket.view(total).add_(bucket.view(one))
@@ -173,7 +208,7 @@ def test_the_gradient_tensors_themselves_are_kept_where_they_exist():
     fill(named, 3)
     gradient = named[0][1].grad
     buffer = torch.zeros(flat.nbytes, dtype=torch.uint8)
-    flat.gather(buffer)
+    gather(flat, buffer)
     flat.scatter(buffer, 2.0)
     assert named[0][1].grad is gradient
 
@@ -186,7 +221,7 @@ def test_strides_of_parameter_and_gradient_do_not_matter():
     turned.grad = torch.randn(3, 5)
     expected = [weight.grad.clone() / 2.0, turned.grad.clone() / 2.0]
     buffer = torch.zeros(flat.nbytes, dtype=torch.uint8)
-    flat.gather(buffer)
+    gather(flat, buffer)
     weight.grad = None
     flat.scatter(buffer, 2.0)
     assert torch.equal(weight.grad, expected[0])
@@ -204,7 +239,7 @@ def test_frozen_parameters_take_no_part():
 def test_a_model_without_parameters_needs_no_bytes():
     flat = FlatGradients([])
     buffer = torch.zeros(0, dtype=torch.uint8)
-    flat.gather(buffer)
+    gather(flat, buffer)
     flat.scatter(buffer, 1.0)
     assert (flat.nbytes, flat.buckets) == (0, ())
 
@@ -247,7 +282,7 @@ def test_a_weight_that_gives_no_average_is_refused_and_nothing_written(weight):
 )
 def test_a_buffer_of_the_wrong_form_is_refused(buffer):
     flat = FlatGradients(parameters(((4,), torch.float32)))
-    for use in (flat.gather, lambda b: flat.scatter(b, 1.0)):
+    for use in (lambda b: gather(flat, b), lambda b: flat.scatter(b, 1.0)):
         with pytest.raises(StateError, match="20 bytes"):
             use(buffer)
 
@@ -259,7 +294,7 @@ def test_a_sparse_gradient_is_refused_by_name_and_the_buffer_is_untouched():
     flat = FlatGradients([*dense.named_parameters(), ("table.weight", table.weight)])
     buffer = torch.full((flat.nbytes,), 9, dtype=torch.uint8)
     with pytest.raises(ConfigError, match=r"table\.weight is sparse"):
-        flat.gather(buffer)
+        gather(flat, buffer)
     assert (buffer == 9).all()
 
 
@@ -279,11 +314,11 @@ def test_the_first_tensor_that_is_not_finite_is_named(value, dtype):
         parameter.grad = torch.full_like(parameter, 3e4)
     flat = FlatGradients(parameters)
     buffer = torch.zeros(flat.nbytes, dtype=torch.uint8)
-    flat.gather(buffer)
+    gather(flat, buffer)
     assert flat.first_nonfinite(buffer) == flat.first_nonfinite_own() == ""
     parameters[1][1].grad[3] = value
     assert flat.first_nonfinite_own() == "p1"
-    flat.gather(buffer)
+    gather(flat, buffer)
     assert flat.first_nonfinite(buffer) == "p1"
 
 
@@ -292,7 +327,7 @@ def test_a_finite_gradient_whose_sum_overflows_is_not_called_nonfinite():
     parameters[0][1].grad = torch.full((4,), 3e38)
     flat = FlatGradients(parameters)
     buffer = torch.zeros(flat.nbytes, dtype=torch.uint8)
-    flat.gather(buffer)
+    gather(flat, buffer)
     assert flat.first_nonfinite(buffer) == flat.first_nonfinite_own() == ""
 
 
@@ -304,10 +339,11 @@ def test_gradients_that_lie_as_in_the_buffer_stay_where_they_are():
     by_name["p6"].grad = torch.randn(4, 6).t()  # other strides than in the buffer
     by_name["p7"].grad = None
     copied, buffer = (torch.full((flat.nbytes,), 255, dtype=torch.uint8) for _ in range(2))
-    flat.gather(copied)
+    gather(flat, copied)
     for bucket in flat.buckets:
         parts = flat.gather_bucket(bucket, buffer, in_place=True)
-        assert torch.equal(torch.cat(parts).view(torch.uint8), bucket.view(copied).view(torch.uint8))
+        together = torch.cat([part.reshape(-1) for part in parts])
+        assert torch.equal(together.view(torch.uint8), bucket.view(copied).view(torch.uint8))
         places = {part.data_ptr() for part in parts}
         for name, p in bucket.parameters:
             in_place = name not in ("p6", "p7") and p.numel() > 0

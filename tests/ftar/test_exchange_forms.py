@@ -6,6 +6,7 @@ from concurrent.futures import as_completed
 import numpy as np
 import pytest
 import torch
+from ftar.gathering import gather
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_harness import (
@@ -300,7 +301,7 @@ def test_presence_and_exact_values_keep_their_bits_beside_gradients_of_any_size(
         parameters["buffer:counter"].grad = torch.tensor([2.0**24 - 1 if member == 1 else 0.0, 1.0, 1e-20])
         flats.append(FlatGradients(parameters.items(), exact=exact))
         buffers.append(torch.zeros(flats[0].nbytes, dtype=torch.uint8))
-        flats[member].gather(buffers[member])
+        gather(flats[member], buffers[member])
     before = [buffer.clone() for buffer in buffers]
     with RingMembers(world) as members:
         members.install(1)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from ftar.gathering import MAX, MIN, mean
 from ftar.gloo_plane import gloo_plane
 from ring_harness import WAIT_S, RingMembers, documented, random_tensor, same_bits
 
 from fabric.errors import RoundAborted
-from fabric.ftar.reduce_ops import MAX, MIN, SUM, mean
+from fabric.ftar.reduce_ops import SUM
 from fabric.ftar.ring_schedule import DTYPE_CODES, segment_bounds
 
 

@@ -7,13 +7,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from ftar.gathering import mean
 from ring_harness import WAIT_S, names, same_bits, socket_ring, wait_until
 
 from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar import process_group_plane
 from fabric.ftar.plane import Ring
 from fabric.ftar.process_group_plane import GroupPlane, Rendezvous
-from fabric.ftar.reduce_ops import Reduction, mean
+from fabric.ftar.reduce_ops import Reduction
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 

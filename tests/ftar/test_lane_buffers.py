@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from ftar.gathering import gather
 from ftar.lane_harness import Process, start
 from ring_harness import WAIT_S
 
@@ -63,7 +64,7 @@ class Rank:
         self.weight.grad = torch.full_like(self.weight, weight)
         self.averaged.contribute(float(len(batch)), self.scale)
         process.flat = torch.zeros(self.gradients.nbytes, dtype=torch.uint8)
-        self.gradients.gather(process.flat)
+        gather(self.gradients, process.flat)
         process.reduce()
         self.gradients.scatter(process.flat, total_weight)
         self.averaged.commit(total_weight)

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from ftar.gathering import gather
 from ftar.lane_harness import Process, start
 from ftar.lane_layouts import COLUMNS, MODEL, ROWS, SINGLE, gradient_of, member
 from ring_harness import WAIT_S, socket_ring, wait_until
@@ -198,7 +199,7 @@ def test_the_places_are_those_of_the_flat_gradients(late):
     flat = torch.zeros(places.nbytes, dtype=torch.uint8)
     for number, (_, parameter) in enumerate(gradients.parameters):
         parameter.grad = torch.full_like(parameter, number + 1.0) if number % 3 else None
-    gradients.gather(flat)
+    gather(gradients, flat)
     for number, part in enumerate(held):
         has = number % 3 > 0
         assert (places.view(flat, part.name, part.region) == has * (number + 1)).all()

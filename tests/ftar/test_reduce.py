@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from ftar.gathering import MAX, MIN, mean
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_harness import combine, documented, random_tensor, same_bits
 
 from fabric.errors import ConfigError
-from fabric.ftar.reduce_ops import MAX, MIN, SUM, Reduction, mean
+from fabric.ftar.reduce_ops import SUM, Reduction
 from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, schedule, segment_bounds
 
 LENGTHS = st.integers(0, 3000)

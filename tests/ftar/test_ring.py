@@ -4,6 +4,7 @@ from itertools import cycle
 
 import pytest
 import torch
+from ftar.gathering import MAX, MIN, mean
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_harness import (
@@ -20,7 +21,7 @@ from fabric.errors import ConfigError, IllegalTransition, RoundAborted
 from fabric.ftar.host.cpu_ring import CpuRing
 from fabric.ftar.host.shm_transport import MAX_REFERENCES
 from fabric.ftar.plane import Ring
-from fabric.ftar.reduce_ops import MAX, MIN, SUM, Reduction, mean
+from fabric.ftar.reduce_ops import SUM, Reduction
 from fabric.ftar.ring_schedule import ALIGNMENT, DTYPE_CODES, segment_bounds
 from fabric.transport.tcp import sending_s
 

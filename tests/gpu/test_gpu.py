@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ftar.gathering import gather
 from rings import check_all_reduce, check_kill, digest, run_members
 
 from fabric.ftar.buckets import FlatGradients
@@ -84,12 +85,12 @@ def test_gradients_of_a_model_on_the_gpu_by_way_of_the_flat_buffer():
     before = [p.grad.clone() for _, p in gradients.parameters]
     backend.mark_ready()
     with backend.round(slot) as flat:
-        backend.run(lambda: gradients.gather(flat))
+        backend.run(lambda: gather(gradients, flat))
         name, finished = backend.digest(), backend.copy_out(slot)
     assert finished is not None
     finished.wait()
     assert backend.digest_of(slot.numpy().data) == name
-    copied = [view for bucket in gradients.buckets for view, _ in bucket.views(slot)]
+    copied = [view for bucket in gradients.buckets for _, _, view in bucket.views(slot)]
     assert sorted(map(digest, copied)) == sorted(map(digest, before))
     backend.scatter(gradients, slot, 2.0)
     assert all(torch.equal(p.grad, b / 2) for (_, p), b in zip(gradients.parameters, before, strict=True))

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from ftar.gathering import gather
 from ftar.simulated_device import SimulatedDevice
 from job import Job
 from test_failures import finish_and_check
@@ -70,14 +71,14 @@ def test_the_flat_buffer_waits_for_backward_and_scatter_for_the_flat_buffer():
         device.compute().run(backward)
         backend.mark_ready()
         with backend.round(slot) as flat:
-            backend.run(lambda flat=flat: gradients.gather(flat))
+            backend.run(lambda flat=flat: gather(gradients, flat))
             backend.run(lambda flat=flat: gradients.buckets[0].view(flat).mul_(10))  # the reduction
             digest, copied = backend.digest(), backend.copy_out(slot)
         assert copied is not None
         copied.wait()
         assert digest == backend.digest_of(slot.numpy().data) and digest not in seen
         seen.add(digest)
-        assert all((view == 10 * step).all() for view, _ in gradients.buckets[0].views(slot))
+        assert all((view == 10 * step).all() for _, _, view in gradients.buckets[0].views(slot))
         slot_before = slot.clone()
         backend.scatter(gradients, slot, 5.0)
         device.compute().record().wait()
@@ -94,7 +95,7 @@ def test_a_fetched_gradient_comes_up_from_host_memory_and_an_aborted_round_is_fo
     fill(gradients, 1.0)
     backend.mark_ready()
     with backend.round(slot) as flat:
-        backend.run(lambda: gradients.gather(flat))
+        backend.run(lambda: gather(gradients, flat))
         backend.copy_out(slot)
     backend.scatter(gradients, fetched, 2.0)
     device.compute().record().wait()
@@ -211,7 +212,7 @@ def test_a_bucket_is_exchanged_on_a_device_while_backward_computes_the_next(chan
     slot = slots.find(4)
     slot.settle()
     for number, bucket in enumerate(gradients.buckets):
-        values = [float(view.flatten()[0]) for view, _ in bucket.views(slot.buffer)]
+        values = [float(view.flatten()[0]) for _, _, view in bucket.views(slot.buffer)]
         assert values == [10.0 * number, 10.0 * number + 1]
     assert posted[0].gradient_digest == backend.digest_of(slot.buffer.numpy().data)
     exchange.close()

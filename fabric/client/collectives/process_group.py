@@ -121,10 +121,8 @@ class ReplicaGroup(dist.ProcessGroup):
 
     # --- reconfiguration: torch 2.14 and later ask for these names --------------------------------------
 
-    @property
-    def supports_reconfigure(self) -> bool:  # type: ignore[override, unused-ignore]
-        """True: ``torch.distributed._reconfigure`` works."""
-        return True
+    # ``torch.distributed._reconfigure`` works.
+    supports_reconfigure = True  # type: ignore[assignment, unused-ignore]
 
     def get_reconfigure_handle(self) -> str:
         """The name of this replica, by which ``reconfigure`` of every member knows it."""

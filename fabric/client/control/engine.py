@@ -50,33 +50,22 @@ from fabric.runtime.driver import Core, Driver
 from fabric.runtime.failpoints import Failpoints
 
 
+@dataclass(slots=True)
 class FailedRounds:
-    """Counts the rounds in a row that were aborted after this process had contributed.
+    """Counts the rounds in a row that were aborted after this process had contributed."""
 
-    Only the control thread uses it. ``most``: the count that gives an error; 0 for none.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._has_contributed = False  # whether members know of a contribution to the round under way
-        self._count = 0
-
-    def contributed(self) -> None:
-        """Note that a contribution to the round under way goes to the members."""
-        self._has_contributed = True
-
-    def committed(self) -> None:
-        """Note that the round under way is committed."""
-        self._has_contributed, self._count = False, 0
+    most: int  # the count that gives an error; 0 for none
+    count: int = 0
+    has_contributed: bool = False  # whether members know of a contribution to the round under way
 
     def aborted(self, step: int, why: str) -> RoundsFailed | None:
         """Note that the round under way is aborted; return the error that the loop must see, if any."""
-        counts, self._has_contributed = self._has_contributed, False
-        self._count += counts
-        if not counts or self._count != self._most:
+        counts, self.has_contributed = self.has_contributed, False
+        self.count += counts
+        if not counts or self.count != self.most:
             return None
         return RoundsFailed(
-            f"{self._count} exchanges of step {step} failed in a row, the last because {why}: this process "
+            f"{self.count} exchanges of step {step} failed in a row, the last because {why}: this process "
             "has left the job, and a new process may join it"
         )
 
@@ -147,7 +136,6 @@ MainThreadOrder = (
 _PRINTED = {"kept out": " waits", "loops differ": ""}
 Event = io.Event | RankEvent
 Outcome = TypeVar("Outcome")
-_ORDERS = get_args(MainThreadOrder)
 # A step without faults has only these effects: the thread with the event performs them without an event loop.
 _ANYWHERE = frozenset(
     (io.Compute, io.StartExchange, io.SendPeer, io.Carry, io.Publish, io.Apply, io.TellDigest)
@@ -209,18 +197,21 @@ class Engine:
         self.member: MemberCore | None = None
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._driver: Driver[io.Event, io.Effect] | None = None
+        self._driver: Driver[Event, io.Effect] | None = None
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._round_journal = RoundJournal(parts.journal, self._say)
         self._failed_rounds = FailedRounds(parts.settings.max_failed_rounds)
         self._session: asyncio.Task[None] | None = None  # with the lighthouse, or with the rank that speaks
+        parts.peers.on_linked = lambda epoch, planes: parts.journal.write("plane", epoch=epoch, **planes)
         if parts.fetch_thread.pieces is not None:
             parts.fetch_thread.pieces.newest = lambda: self.newest
         self._number = 0  # number of the order being performed, in a replica of several ranks
         # Set by the session: returns which buckets of the gradient under way are final.
         self._readiness: Callable[[], BucketReadiness | None] = lambda: None
         self._performers: dict[type, Callable[[Any], None]] = {
+            **dict.fromkeys(get_args(MainThreadOrder), self.orders.put),
+            io.Apply: self._apply,
             io.SendPeer: self._send_peer,
             io.Carry: self._carry,
             io.SendLeader: lambda e: parts.leader.send(e.message),
@@ -351,7 +342,8 @@ class Engine:
     def post(self, event: Event, number: int = 0) -> None:
         """Hand an event to the core; for any thread, never waits. ``number``: of the order that it
         answers."""
-        self._feed(event, number)
+        if self._driver is not None:
+            self._driver.feed(event)
 
     def call_soon(self, work: Callable[[], None]) -> None:
         """Let the control thread call ``work``; also for a signal's handler, which may take no lock."""
@@ -429,14 +421,8 @@ class Engine:
                 await self._session
 
     def _feed(self, event: Any, number: int = 0) -> None:
-        self._note_planes(event)
         if self._driver is not None:
             self._driver.feed(event)
-
-    def _note_planes(self, event: Any) -> None:
-        if isinstance(event, io.Linked):
-            planes = self._parts.peers.planes(event.epoch)
-            self._parts.journal.write("plane", epoch=event.epoch, **planes)
 
     def _refused(self, reason: str) -> None:
         self.orders.put(io.Stop(FAILED, reason))
@@ -449,14 +435,13 @@ class Engine:
     # --- effects ----------------------------------------------------------------------------------
 
     def _perform(self, effect: Any) -> None:
-        if isinstance(effect, _ORDERS):
-            if isinstance(effect, io.Apply):
-                self._failed_rounds.committed()
-                if effect.prepared is not None:
-                    self._parts.points.hit("after-barrier", effect.step)
-            self.orders.put(effect)
-        else:
-            self._performers[type(effect)](effect)
+        self._performers[type(effect)](effect)
+
+    def _apply(self, effect: io.Apply) -> None:
+        self._failed_rounds.count, self._failed_rounds.has_contributed = 0, False
+        if effect.prepared is not None:
+            self._parts.points.hit("after-barrier", effect.step)
+        self.orders.put(effect)
 
     def _send_peer(self, effect: io.SendPeer) -> None:
         message = effect.message
@@ -468,7 +453,7 @@ class Engine:
 
     def _carry(self, effect: io.Carry) -> None:
         message = effect.message
-        self._failed_rounds.contributed()
+        self._failed_rounds.has_contributed = True
         self._round_journal.note_contribution(message)
         self._parts.plane.notes.put(message.fence.epoch, message.step, wire.encode(message))
 
@@ -515,8 +500,7 @@ class Engine:
         self._parts.plane.abort(effect.epoch, effect.why)
         self._parts.exchange.abort(effect.epoch, effect.why)
         self._parts.points.hit("abort", self.step)
-        failure = self._failed_rounds.aborted(self.step, effect.why)
-        if failure is not None:
+        if (failure := self._failed_rounds.aborted(self.step, effect.why)) is not None:
             self.orders.put(failure)
 
     def _publish(self, effect: io.Publish) -> None:
@@ -530,15 +514,15 @@ class Engine:
         except FabricError:
             done = False
         if not done:
-            parts.snapshot_worker.submit(lambda: self._publish_now(effect))
 
-    def _publish_now(self, effect: io.Publish) -> None:
-        parts = self._parts
-        try:
-            parts.slots.publish(effect.generation, effect.prepared)
-            parts.slots.prepare()
-        except FabricError:
-            parts.recover()
+            def publish() -> None:
+                try:
+                    parts.slots.publish(effect.generation, effect.prepared)
+                    parts.slots.prepare()
+                except FabricError:
+                    parts.recover()
+
+            parts.snapshot_worker.submit(publish)
 
     def _listen(self, effect: io.RetainGradients) -> None:
         self._parts.slots.wanted = True

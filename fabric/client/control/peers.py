@@ -123,6 +123,8 @@ class Peers:
     on_rank: Callable[[Greeting, socket.socket], None] = staticmethod(lambda _, sock: sock.close())
     # Called with the ring links of collectives between replicas.
     on_collective: Callable[[Greeting, socket.socket], None] = staticmethod(lambda _, sock: sock.close())
+    # Called with an epoch that is linked, and the transport of this member's two ring links: shm or tcp.
+    on_linked: Callable[[int, dict[str, str]], None] = staticmethod(lambda _epoch, _planes: None)
     # Called with the record of every epoch that is announced, or in force.
     on_record: Callable[[Record], None] = staticmethod(lambda _: None)
 
@@ -164,15 +166,6 @@ class Peers:
                 self._encoded = message, wire.encode(message)
             link.send(self._encoded[1])
 
-    def planes(self, epoch: int) -> dict[str, str]:
-        """Return the transport of this member's two ring links in ``epoch``: shm or tcp."""
-        linking = self._epochs.get(epoch)
-        for ring in linking.rings[:1] if linking is not None else ():
-            links = {"next": ring.next_sockets, "previous": ring.previous_sockets}
-            local = {side: x[0].family == socket.AF_UNIX for side, x in links.items() if x}
-            return {side: "shm" if is_local else "tcp" for side, is_local in local.items()}
-        return {}
-
     # --- making an epoch's links ------------------------------------------------------------------
 
     def link_up(self, record: Record) -> None:
@@ -181,7 +174,7 @@ class Peers:
         self.on_record(record)
         if self._me.replica not in record.names:
             # This member was drained, so it is not in the epoch and has no links to make.
-            asyncio.get_running_loop().call_soon(self._feed, io.Linked(record.epoch))
+            asyncio.get_running_loop().call_soon(self._linked, record.epoch)
             return
         linking = self._epochs.get(record.epoch)
         if linking is None:
@@ -209,7 +202,7 @@ class Peers:
         record = linking.record
         if not record.lists(*self._me):
             # This process leaves when the epoch begins: it makes no links, but peers wait for its answer.
-            self._feed(io.Linked(record.epoch))
+            self._linked(record.epoch)
             return
         loop = asyncio.get_running_loop()
         # Only the rank 0 of a replica has control links.
@@ -231,7 +224,17 @@ class Peers:
             self._fail(linking, str(error))
             return
         self._install(linking)
-        self._feed(io.Linked(record.epoch))
+        self._linked(record.epoch)
+
+    def _linked(self, epoch: int) -> None:
+        linking, planes = self._epochs.get(epoch), {}
+        for ring in linking.rings[:1] if linking is not None else ():
+            sides = {"next": ring.next_sockets, "previous": ring.previous_sockets}
+            planes = {
+                side: "shm" if x[0].family == socket.AF_UNIX else "tcp" for side, x in sides.items() if x
+            }
+        self.on_linked(epoch, planes)
+        self._feed(io.Linked(epoch))
 
     def _fail(self, linking: _Linking, why: str) -> None:
         away = linking.unreachable

@@ -203,7 +203,6 @@ class HeadEngine(RankEngine):
         await super()._end()
 
     def _feed(self, event: Any, number: int = 0) -> None:
-        self._note_planes(event)
         if isinstance(event, _OUTCOMES):
             event = FromHost((0,), (event,), number)
         if isinstance(event, FromHost) and isinstance(event.events[0], io.Noticed):
@@ -296,7 +295,6 @@ class FollowerEngine(RankEngine):
         await super()._end()
 
     def _feed(self, event: Any, number: int = 0) -> None:
-        self._note_planes(event)
         self._follower.tell(event)
         self._send(self._group.rank, RankOutcome(event, number))
 

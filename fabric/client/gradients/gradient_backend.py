@@ -111,9 +111,10 @@ class HostBackend:
     ) -> None:
         """Write the gradient in ``slot``, divided by ``weight``, into every ``.grad``; on the main thread.
 
-        ``absent``: the parameters whose ``.grad`` becomes None; by default ``slot`` is complete, and says.
+        ``absent``: the parameters whose ``.grad`` becomes None. By default ``slot`` has a gradient that was
+        fetched: it says so, and no other process reads it, so ``.grad`` may become a part of it.
         """
-        gradients.scatter(slot, weight, absent)
+        gradients.scatter(slot, weight, absent, lend=absent is None)
 
 
 class DeviceBackend:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from fabric.protocol.rules.lanes import HeldParameter, TensorRegion
 from fabric.protocol.rules.layout_text import read_layout
 from fabric.runtime.failpoints import Failpoints
 
+_torch: Any = torch  # torch declares no types for what counts the users of memory
 # Seconds of waiting for one member's gradient before asking the next member.
 _TURN_S = 1.0
 # The pause before asking all members again: a server that has ended refuses without delay.
@@ -153,7 +155,9 @@ class FetchThread:
         self._worker = Worker("fabric-fetch", on_crash, background=True)
         self._wanted = 0
         self._closing = threading.Event()
-        self.buffer: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None  # of the last gradient, of which ``.grad`` may have parts
+        self._bytes = memoryview(b"")  # of the buffer; errors of a fetch may hold it for a while
+        self._own_uses = 0
         self._state: FetchedState | None = None
         self.gradient: GradientMeta | None = None
 
@@ -187,8 +191,11 @@ class FetchThread:
     def _fetch_gradient(self, order: io.FetchGradient, ticket: int, post: Callable[[io.Event], None]) -> None:
         if ticket != self._wanted:
             return
-        if self.buffer is None:
+        # The loop may still hold parts of the last gradient: see ``FlatGradients.scatter``.
+        if self.buffer is None or _uses(self.buffer) > self._own_uses:
             self.buffer = torch.zeros(self._gradient_bytes, dtype=torch.uint8, device="cpu")
+            self._bytes = self.buffer.numpy().data
+            self._own_uses = _uses(self.buffer)
         try:
             if self.pieces is not None:
                 meta = self.pieces.fetch(self._fetcher, order, self.buffer, _WAIT_S, self._digest)
@@ -197,7 +204,7 @@ class FetchThread:
                     order.urls,
                     generation=order.generation,
                     step=order.step,
-                    into=self.buffer.numpy().data,
+                    into=self._bytes,
                     wait_s=_WAIT_S,
                     digest=self._digest,
                 )
@@ -235,3 +242,9 @@ class FetchThread:
         self._closing.set()
         self.cancel()
         self._worker.close(within_s=1.0)
+
+
+def _uses(buffer: torch.Tensor) -> int:
+    """Return how many tensors lie in the memory of ``buffer``."""
+    uses: int = _torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)  # noqa: SLF001  (no public one)
+    return uses

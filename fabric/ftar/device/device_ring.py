@@ -704,7 +704,7 @@ class DeviceRing(EpochPlane[DeviceLinks]):
             )
         super().__init__(Bounds(7200.0, exchange_s), device.owns, partial(DeviceLinks, shares=shares))
         self._device = device
-        self._shares = shares
+        self.shares_memory = shares
         self._on_piece = on_piece
         self.connections = connections
         self._space = DeviceWorkspace(
@@ -721,10 +721,6 @@ class DeviceRing(EpochPlane[DeviceLinks]):
         return ring
 
     kind = "device"
-
-    @property
-    def shares_memory(self) -> bool:
-        return self._shares
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return self._device.memory(nbytes)

@@ -247,7 +247,7 @@ class CpuRing(EpochPlane[RingLinks]):
         self._others = PeerSegments()
         make_links = partial(RingLinks, own=self._own, others=self._others)
         super().__init__(Bounds(entry_s, exchange_s), attrgetter("is_cpu"), make_links)
-        self._shared_memory = shared_memory and SUPPORTED
+        self.shares_memory = shared_memory and SUPPORTED
         self._chunk_bytes = chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES
         # Partial results of 16-bit elements travel as float32, twice as large.
         scratch = raw(torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu"))
@@ -256,13 +256,8 @@ class CpuRing(EpochPlane[RingLinks]):
 
     kind = "host"
 
-    @property
-    def shares_memory(self) -> bool:
-        return self._shared_memory
-
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocate memory that neighbours read in place: see DataPlane. Raises ConfigError if none is
-        left."""
+        """Allocate memory that neighbours read in place: see DataPlane. Raises ConfigError."""
         return self._own.allocate(nbytes).memory[:nbytes]
 
     def register(self, descriptor: int, memory: torch.Tensor) -> None:

@@ -208,7 +208,7 @@ def make_operands(
 
 
 def raw_to_read(memory: torch.Tensor) -> memoryview:
-    """Return the bytes of a 1-D contiguous CPU tensor, without asking to write there.
+    """Return the bytes of a contiguous CPU tensor, without asking to write there.
 
     ``raw`` would end the lazy copy that shows a write to a sent gradient. The caller keeps the tensor.
     """

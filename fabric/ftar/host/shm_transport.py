@@ -76,22 +76,18 @@ class Outbox:
         self.sock = sock
         self.segments = segments
         self.announced: set[tuple[int, int]] = set()
-        self._guard = segments.allocate(_CAUSE_FROM + HEADER_BYTES + MAX_NOTICE_BYTES)
-        self._word = self._guard.memory[:8].view(torch.int64).numpy()
-
-    @property
-    def guard(self) -> SharedSegment:
-        return self._guard
+        self.guard = segments.allocate(_CAUSE_FROM + HEADER_BYTES + MAX_NOTICE_BYTES)
+        self._word = self.guard.memory[:8].view(torch.int64).numpy()
 
     def raise_guard(self, cause: bytes) -> None:
         """Invalidate all later reads of this member's memory; ``cause`` is the notice with the reason."""
-        target = self._guard.memory[_CAUSE_FROM : _CAUSE_FROM + len(cause)]
+        target = self.guard.memory[_CAUSE_FROM : _CAUSE_FROM + len(cause)]
         target.numpy()[:] = np.frombuffer(cause, dtype=np.uint8)
         self._word[0] = len(cause)
 
     def close(self) -> None:
         """Release the guard's memory; the receiver keeps it mapped."""
-        self.segments.unregister(self._guard.memory)
+        self.segments.unregister(self.guard.memory)
 
 
 class Inbox:

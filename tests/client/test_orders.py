@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from fabric.audit.audit import DataOrder
+from fabric.client.data import sample_plan
 from fabric.client.data.loader import make_loader, parse_options
 from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
 from fabric.errors import ConfigError, FabricError
@@ -147,6 +148,55 @@ def test_with_a_generator_of_its_own_the_order_is_that_of_torch(make):
     order = SamplerOrder(loader.sampler, 0, DATA, loader.generator)
     size = order.size
     assert [order.items(range(k * size, (k + 1) * size)) for k in range(3)] == expected
+
+
+class Endless(torch.utils.data.Sampler):
+    """Draws each index when it is asked for, and says that a pass is ``size`` long."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        return (int(np.random.randint(30)) for _ in range(self.size))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomSampler(DATA, True, 10**10),
+        lambda: RandomSampler(DATA, True, 10**10, seeded(5)),
+        lambda: Endless(10**10),
+    ],
+)
+def test_a_pass_of_ten_billion_draws_is_read_in_parts(make):
+    first, newcomer = SamplerOrder(make(), 3), SamplerOrder(make(), 3)
+    assert (first.size, first.digest) == (10**10, newcomer.digest)
+    begun = first.items(range(9_000))
+    assert Counter(begun).keys() == set(range(30))
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    assert newcomer.items(range(8_990, 9_000)) == begun[8_990:], "a replica that joins"
+    assert first.items(range(7)) == begun[:7], "a job that goes back"
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == np.random.get_state()[1].tolist()
+
+
+def test_a_long_pass_forgets_its_first_items_and_reads_them_again(monkeypatch):
+    monkeypatch.setattr(sample_plan, "_WHOLE", 20)
+    monkeypatch.setattr(sample_plan, "_PART", 4)
+    monkeypatch.setattr(sample_plan, "_KEPT_ITEMS", 8)
+    for make in (lambda: Epochs(30), lambda: Counted(30), lambda: Endless(30)):
+        order = SamplerOrder(make(), 7)
+        passes = [order.items(range(k * order.size, (k + 1) * order.size)) for k in range(3)]
+        assert [order.items(range(k * order.size, (k + 1) * order.size)) for k in (2, 0, 1)] == [
+            passes[k] for k in (2, 0, 1)
+        ]
+    assert len(order._passes[1]._items) <= 8
+    short = SamplerOrder(type("Short", (Counted,), {"__len__": lambda self: 30})(7), 7)
+    with pytest.raises(FabricError, match=r"has ended after 7 indices, and its len\(\) is 30"):
+        short.items([9])
 
 
 def test_the_random_numbers_of_the_training_are_untouched():

@@ -20,9 +20,11 @@ A data set without a size is a stream: its samples are identified by position (`
 
 import contextlib
 import copy
+import functools
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -53,6 +55,9 @@ _WITHOUT_STATE = (
     WeightedRandomSampler,
 )
 _KEPT_PASSES = 2
+_WHOLE = 1 << 26  # the longest pass that is read whole
+_PART = 4096  # items of a longer pass that are read together
+_KEPT_ITEMS = 1 << 21  # of a longer pass
 
 
 class SamplerOrder:
@@ -63,7 +68,7 @@ class SamplerOrder:
     A sampler with a state of its own (a generator, a counter) is copied first. The copy is iterated pass
     after pass from that state, as a DataLoader iterates the sampler, and again from pass 0 for an earlier
     pass. At most two passes are kept. The digest of pass 0 belongs to the description of the data, which must
-    be equal on all members.
+    be equal on all members. A pass that no training ends, as minGPT's of 10 billion draws, is read in parts.
 
     ``generator``: that of the DataLoader, which draws one number from it for each pass. ``dataset``: it is
     shared with the sampler's copies. Safe from any thread.
@@ -134,23 +139,25 @@ class SamplerOrder:
             return range(len(sampler))
         if isinstance(sampler, range | list | tuple):
             return sampler
+        if len(sampler) > _WHOLE:
+            return _LongPass(functools.partial(self._far, number), len(sampler))
         with _seeded(self._seed, number):
-            within = sampler
-            while within is not None:
-                if hasattr(within, "set_epoch"):
-                    within.set_epoch(number)
-                within = getattr(within, "sampler", None)
-            iterator = iter(sampler)
-            if generator is not None:
-                draw = torch.empty((), dtype=torch.int64, device=generator.device)
-                draw.random_(generator=generator)  # as a DataLoader does
-            items = list(islice(iterator, len(sampler) + 1))
+            items = list(islice(_start(sampler, generator, number), len(sampler) + 1))
         if len(items) > len(sampler):
             raise ConfigError(
                 f"the sampler {self.name} gives more indices than its len(), {len(sampler)}: let __len__ "
                 "return the number of indices in a pass"
             )
         return array("q", items) if all(type(i) is int for i in items) else items
+
+    def _far(self, number: int) -> Iterator[Any]:
+        """Start the long pass ``number``, with the generators seeded for it."""
+        sampler, generator = self._origin if self._jumps else self._copy(self._origin)
+        for earlier in () if self._jumps else range(number):
+            with _seeded(self._seed, earlier):
+                deque(_start(sampler, generator, earlier), 0)
+        seed_all(_seed_of(self._seed, number))
+        return _start(sampler, generator, number)
 
     def _try_again(self) -> None:
         """Refuse a sampler whose passes cannot be had again. Leave it after pass 0."""
@@ -243,16 +250,81 @@ def _data_of(sampler: Any) -> Iterator[Any]:
 
 
 def _digest(items: Sequence[Any]) -> int:
-    """Return a number of 62 bits that tells one list of items from another."""
+    """Return a number of 62 bits that tells one list of items from another, a long one by its first."""
+    if isinstance(items, _LongPass):
+        items = [items[i] for i in range(_PART)]
     content = items.tobytes() if isinstance(items, array) else repr(items).encode()
     return xxhash.xxh3_64_intdigest(content) >> 2
+
+
+def _start(sampler: Any, generator: Any, number: int) -> Iterator[Any]:
+    """Start pass ``number`` of the sampler, as a DataLoader does."""
+    within = sampler
+    while within is not None:
+        if hasattr(within, "set_epoch"):
+            within.set_epoch(number)
+        within = getattr(within, "sampler", None)
+    iterator: Iterator[Any] = iter(sampler)
+    if generator is not None:
+        draw = torch.empty((), dtype=torch.int64, device=generator.device)
+        draw.random_(generator=generator)
+    return iterator
+
+
+class _LongPass(Sequence[Any]):
+    """The items of a pass that is too long to be read whole. ``start`` gives them, and seeds the generators.
+
+    An item before those that are kept is read again from the start of the pass.
+    """
+
+    def __init__(self, start: Callable[[], Iterator[Any]], size: int) -> None:
+        self._start, self._size = start, size
+        self._iterator: Iterator[Any] = iter(())
+        self._generators: Callable[[], None] | None = None  # gives them back as the iteration has left them
+        self._first, self._items = 0, deque[Any]()  # the kept items, and the position of the first
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, position: Any) -> Any:
+        if position < self._first:
+            self._generators, self._first = None, 0
+            self._items.clear()
+        while position >= self._first + len(self._items):
+            self._read_on()
+        return self._items[position - self._first]
+
+    def _read_on(self) -> None:
+        give_back = keep_generators()
+        try:
+            if self._generators is None:
+                self._iterator = self._start()
+            else:
+                self._generators()
+            read = list(islice(self._iterator, _PART))
+            self._generators = keep_generators()
+        finally:
+            give_back()
+        if not read:
+            raise FabricError(
+                f"a sampler has ended after {self._first + len(self._items)} indices, and its len() is "
+                f"{self._size}: let __len__ return the number of indices in a pass"
+            )
+        self._items += read
+        while len(self._items) > _KEPT_ITEMS:
+            self._items.popleft()
+            self._first += 1
+
+
+def _seed_of(seed: int, number: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{seed} pass {number}".encode()) >> 1
 
 
 @contextlib.contextmanager
 def _seeded(seed: int, number: int) -> Iterator[None]:
     """Seed the generators of this process for pass ``number``; afterwards they are as before."""
     give_back = keep_generators()
-    seed_all(xxhash.xxh3_64_intdigest(f"{seed} pass {number}".encode()) >> 1)
+    seed_all(_seed_of(seed, number))
     try:
         yield
     finally:

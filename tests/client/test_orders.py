@@ -183,20 +183,16 @@ def test_a_pass_of_ten_billion_draws_is_read_in_parts(make):
     assert states[1] == np.random.get_state()[1].tolist()
 
 
-def test_a_long_pass_forgets_its_first_items_and_reads_them_again(monkeypatch):
-    monkeypatch.setattr(sample_plan, "_WHOLE", 20)
-    monkeypatch.setattr(sample_plan, "_PART", 4)
-    monkeypatch.setattr(sample_plan, "_KEPT_ITEMS", 8)
+def test_a_long_pass_forgets_its_first_parts_and_reads_them_again(monkeypatch):
+    for name, value in {"_WHOLE": 20, "_PART": 4, "_KEPT_PARTS": 2}.items():
+        monkeypatch.setattr(sample_plan, name, value)
     for make in (lambda: Epochs(30), lambda: Counted(30), lambda: Endless(30)):
         order = SamplerOrder(make(), 7)
-        passes = [order.items(range(k * order.size, (k + 1) * order.size)) for k in range(3)]
-        assert [order.items(range(k * order.size, (k + 1) * order.size)) for k in (2, 0, 1)] == [
-            passes[k] for k in (2, 0, 1)
+        items = order.items(range(30))
+        assert [order.items([position])[0] for position in (29, 3, 17, 0)] == [
+            items[x] for x in (29, 3, 17, 0)
         ]
-    assert len(order._passes[1]._items) <= 8
-    short = SamplerOrder(type("Short", (Counted,), {"__len__": lambda self: 30})(7), 7)
-    with pytest.raises(FabricError, match=r"has ended after 7 indices, and its len\(\) is 30"):
-        short.items([9])
+        assert len(order._passes[0]._parts) <= 2
 
 
 def test_the_random_numbers_of_the_training_are_untouched():
@@ -233,7 +229,7 @@ def test_the_data_set_is_not_copied_with_its_sampler():
     ("sampler", "words"),
     [
         (Unseeded(12), "the sampler Unseeded gives another order each time it begins"),
-        (Growing(12), "pass 0 of the sampler Growing has 12 entries, and pass 1 has 13"),
+        (Growing(12), "pass 1 of the sampler Growing has 13 entries, and pass 0 had 12"),
         (itertools.count(), r"the sampler count has no len\(\)"),
         ([], "the sampler list gives no index"),
     ],

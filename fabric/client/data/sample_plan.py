@@ -20,10 +20,8 @@ A data set without a size is a stream: its samples are identified by position (`
 
 import contextlib
 import copy
-import functools
 import threading
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -43,7 +41,7 @@ from torch.utils.data import (
 )
 
 from fabric.client.data.randomness import keep_generators, seed_all
-from fabric.errors import ConfigError, FabricError
+from fabric.errors import ConfigError
 from fabric.protocol.rules.assignment import cut
 
 # Samplers whose pass depends on the seed and the number of the pass alone, unless they have a generator.
@@ -55,9 +53,8 @@ _WITHOUT_STATE = (
     WeightedRandomSampler,
 )
 _KEPT_PASSES = 2
-_WHOLE = 1 << 26  # the longest pass that is read whole
-_PART = 4096  # items of a longer pass that are read together
-_KEPT_ITEMS = 1 << 21  # of a longer pass
+_WHOLE = 1 << 31  # the longest pass that is read whole
+_PART, _KEPT_PARTS = 4096, 512  # items of a longer pass that are read together, and parts that are kept
 
 
 class SamplerOrder:
@@ -89,9 +86,17 @@ class SamplerOrder:
         if not len(first):
             raise ConfigError(f"the sampler {self.name} gives no index: give one with at least one")
         self.size, self.digest = len(first), _digest(first)
-        if not self._jumps:
-            self._try_again()
         self._passes[0] = first
+        if self._jumps:
+            return
+        self._pass(1)  # has the length of pass 0
+        self._begin()
+        if _digest(self._iterate(0)) != self.digest:
+            raise ConfigError(
+                f"the sampler {self.name} gives another order each time it begins, so replicas would get "
+                "different orders: let it draw from the generator of torch, numpy or random, or from one "
+                "that is its attribute"
+            )
 
     def items(self, positions: Sequence[int]) -> list[Any]:
         """Return what the sampler yields at ``positions``, which count through all passes."""
@@ -107,9 +112,13 @@ class SamplerOrder:
                         "it by its own samples: give session.steps another loader for the next stage, with a "
                         "sampler that all replicas make alike"
                     )
-                items = self._walk_to(number)
+                if not self._jumps and number < self._next:
+                    self._begin()
+                while not self._jumps and self._next < number:
+                    self._iterate(self._next)
+                items = self._iterate(number)
                 if len(items) != self.size:
-                    raise FabricError(
+                    raise ConfigError(
                         f"pass {number} of the sampler {self.name} has {len(items)} entries, and pass 0 had "
                         f"{self.size}: give a sampler whose passes have one length"
                     )
@@ -118,15 +127,6 @@ class SamplerOrder:
                     if old != number:
                         del self._passes[old]
             return self._passes[number]
-
-    def _walk_to(self, number: int) -> Sequence[Any]:
-        if self._jumps:
-            return self._iterate(number)
-        if number < self._next:
-            self._begin()
-        while self._next < number:
-            self._iterate(self._next)
-        return self._iterate(number)
 
     def _begin(self) -> None:
         self._walker, self._next = self._origin if self._jumps else self._copy(self._origin), 0
@@ -140,7 +140,7 @@ class SamplerOrder:
         if isinstance(sampler, range | list | tuple):
             return sampler
         if len(sampler) > _WHOLE:
-            return _LongPass(functools.partial(self._far, number), len(sampler))
+            return _LongPass(lambda: _start(*self._copy(self._origin), number), len(sampler), self._seed)
         with _seeded(self._seed, number):
             items = list(islice(_start(sampler, generator, number), len(sampler) + 1))
         if len(items) > len(sampler):
@@ -149,31 +149,6 @@ class SamplerOrder:
                 "return the number of indices in a pass"
             )
         return array("q", items) if all(type(i) is int for i in items) else items
-
-    def _far(self, number: int) -> Iterator[Any]:
-        """Start the long pass ``number``, with the generators seeded for it."""
-        sampler, generator = self._origin if self._jumps else self._copy(self._origin)
-        for earlier in () if self._jumps else range(number):
-            with _seeded(self._seed, earlier):
-                deque(_start(sampler, generator, earlier), 0)
-        seed_all(_seed_of(self._seed, number))
-        return _start(sampler, generator, number)
-
-    def _try_again(self) -> None:
-        """Refuse a sampler whose passes cannot be had again. Leave it after pass 0."""
-        second = len(self._iterate(1))
-        self._begin()
-        if _digest(self._iterate(0)) != self.digest:
-            raise ConfigError(
-                f"the sampler {self.name} gives another order each time it begins, so replicas would get "
-                "different orders: let it draw from the generator of torch, numpy or random, or from one "
-                "that is its attribute"
-            )
-        if second != self.size:
-            raise ConfigError(
-                f"pass 0 of the sampler {self.name} has {self.size} entries, and pass 1 has {second}: give a "
-                "sampler whose passes have one length"
-            )
 
     def _copy(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
         """Copy a sampler with its generators; both go on to share the data."""
@@ -272,74 +247,45 @@ def _start(sampler: Any, generator: Any, number: int) -> Iterator[Any]:
 
 
 class _LongPass(Sequence[Any]):
-    """The items of a pass that is too long to be read whole. ``start`` gives them, and seeds the generators.
+    """The items of a pass that no training ends. They are read in parts, for which generators are seeded."""
 
-    An item before those that are kept is read again from the start of the pass.
-    """
-
-    def __init__(self, start: Callable[[], Iterator[Any]], size: int) -> None:
-        self._start, self._size = start, size
+    def __init__(self, start: Callable[[], Iterator[Any]], size: int, seed: int) -> None:
+        self._start, self._size, self._seed = start, size, seed
         self._iterator: Iterator[Any] = iter(())
-        self._generators: Callable[[], None] | None = None  # gives them back as the iteration has left them
-        self._first, self._items = 0, deque[Any]()  # the kept items, and the position of the first
+        self._next = 1  # the number of the part that it gives next
+        self._parts: dict[int, list[Any]] = {}
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, position: Any) -> Any:
-        if position < self._first:
-            self._generators, self._first = None, 0
-            self._items.clear()
-        while position >= self._first + len(self._items):
-            self._read_on()
-        return self._items[position - self._first]
-
-    def _read_on(self) -> None:
-        give_back = keep_generators()
-        try:
-            if self._generators is None:
-                self._iterator = self._start()
-            else:
-                self._generators()
-            read = list(islice(self._iterator, _PART))
-            self._generators = keep_generators()
-        finally:
-            give_back()
-        if not read:
-            raise FabricError(
-                f"a sampler has ended after {self._first + len(self._items)} indices, and its len() is "
-                f"{self._size}: let __len__ return the number of indices in a pass"
-            )
-        self._items += read
-        while len(self._items) > _KEPT_ITEMS:
-            self._items.popleft()
-            self._first += 1
-
-
-def _seed_of(seed: int, number: int) -> int:
-    return xxhash.xxh3_64_intdigest(f"{seed} pass {number}".encode()) >> 1
+        part, place = divmod(position, _PART)
+        if part not in self._parts and part < self._next:
+            self._next, self._parts = 0, {}
+        while self._next <= part:
+            with _seeded(self._seed, self._next):
+                self._iterator = self._iterator if self._next else self._start()
+                self._parts[self._next] = list(islice(self._iterator, _PART))
+            self._parts.pop(self._next - _KEPT_PARTS, None)
+            self._next += 1
+        return self._parts[part][place]
 
 
 @contextlib.contextmanager
 def _seeded(seed: int, number: int) -> Iterator[None]:
     """Seed the generators of this process for pass ``number``; afterwards they are as before."""
     give_back = keep_generators()
-    seed_all(_seed_of(seed, number))
+    seed_all(xxhash.xxh3_64_intdigest(f"{seed} pass {number}".encode()) >> 1)
     try:
         yield
     finally:
         give_back()
 
 
-EPOCH_ENDS = ("continue", "short", "drop")
-
-
 @lru_cache(maxsize=32)
-def _permutation(
-    dataset_size: int, seed: int, number: int, shard: int
-) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def _permutation(size: int, seed: int, number: int, shard: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     words = [seed, number] if shard < 0 else [seed, number, shard + 1]
-    return np.random.Generator(np.random.PCG64(words)).permutation(dataset_size)
+    return np.random.Generator(np.random.PCG64(words)).permutation(size)
 
 
 def sample_indices(dataset_size: int, seed: int, start: int, count: int, shard: int = -1) -> list[int]:
@@ -384,11 +330,6 @@ class SamplePlan:
                 f"redundancy needs a micro-batch and a sample for each of the {self.shards} replicas: a step "
                 f"has {self.micro_batches} micro-batches and the data set {self.dataset_size} samples"
             )
-        self._check_epoch_end()
-
-    def _check_epoch_end(self) -> None:
-        if self.epoch_end not in EPOCH_ENDS:
-            raise ConfigError(f'epoch_end is "{self.epoch_end}": it must be "continue", "short" or "drop"')
         if self.epoch_end != "continue" and (self.is_stream or self.shards):
             kind = "redundancy" if self.shards else "an iterable data set"
             raise ConfigError(f'epoch_end="{self.epoch_end}" does not go with {kind}: say "continue"')
@@ -447,8 +388,6 @@ class SamplePlan:
 
     def with_samples(self, step: int, micro_batches: Iterable[int]) -> list[int]:
         """Return those of ``micro_batches`` that have a sample."""
-        if not self.steps_per_pass:
-            return list(micro_batches)
         return [i for i in micro_batches if self.positions(step, i)]
 
     def _sharded(self, step: int, micro_batch: int) -> list[int]:
@@ -463,22 +402,15 @@ class SamplePlan:
 
     def shard(self, number: int) -> tuple[int, int]:
         """Return the indices [begin, end) of shard ``number``."""
-        return (
-            number * self.dataset_size // self.shards,
-            (number + 1) * self.dataset_size // self.shards,
-        )
+        size, shards = self.dataset_size, self.shards
+        return number * size // shards, (number + 1) * size // shards
 
     def describe(self) -> dict[str, Any]:
         """Return all values that determine the order of the data, for the journal."""
+        names = ("dataset_size", "global_batch_size", "micro_batch_size", "seed", "micro_batches", "shards")
         body: dict[str, Any] = {
-            "dataset_size": self.dataset_size,
-            "global_batch_size": self.global_batch_size,
-            "micro_batch_size": self.micro_batch_size,
-            "seed": self.seed,
-            "micro_batches": self.micro_batches,
+            name: getattr(self, name) for name in names if name != "shards" or self.shards
         }
-        if self.shards:
-            body["shards"] = self.shards
         if self.is_stream:
             body["stream"] = 1
         if self.epoch_end != "continue":

@@ -32,7 +32,7 @@ LIMITS = {
     "writes of a part of a core into another part": 0,
     "banned phrases in docstrings and comments": 2,
     "banned phrases in pages": 0,
-    "lines of fabric/": 82_797,
+    "lines of fabric/": 82_796,
     "files of fabric/": 350,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 0.52,
@@ -40,14 +40,14 @@ LIMITS = {
     "settings": 30,
     "flags and arguments of commands": 87,
     "commands in the first help": 8,
-    "lines of fabric/ per function": 14.63,
+    "lines of fabric/ per function": 14.64,
 }
 # Package -> its most lines, in hundreds. Only a person raises a budget.
 BUDGETS = {
     "audit": 1_410,
     "ckpt_server": 10_984,
     "cli": 4_973,
-    "client": 16_631,
+    "client": 16_630,
     "collectives": 1_241,
     "drill": 4_157,
     "ftar": 5_149,

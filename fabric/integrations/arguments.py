@@ -160,12 +160,7 @@ def _short(value: Any) -> str:
 # In the names of optimizers that cannot be kept equal on all replicas. States of 8 and 4 bits, updates inside
 # backward, projectors, and weights that differ between training and evaluation: fabric cannot capture their
 # state, or replay their update.
-_UNEQUAL = re.compile("8bit|4bit|bitsandbytes|lomo|galore|apollo|layerwise|schedule_?free", re.IGNORECASE)
-
-
-def unequal_optimizer(kind: str) -> str:
-    """Return ``kind``, the name of an optimizer or its class, if it is one of these; else an empty string."""
-    return kind if _UNEQUAL.search(kind) else ""
+UNEQUAL = re.compile("8bit|4bit|bitsandbytes|lomo|galore|apollo|layerwise|schedule_?free", re.IGNORECASE)
 
 
 def settings_among(arguments: Mapping[str, Any]) -> Settings:

@@ -123,23 +123,17 @@ class JobLog:
             if self._session.members:
                 self._written.update(x["incident_id"] for x in new)
             return
-        for record in new:
-            self._sink(_of_recovery(record))
-            self._written.add(record["incident_id"])
+        for x in new:
+            figures = {
+                "fabric/recovery_s": float(x["step_committed"] - x["detected"]),
+                "fabric/steps_lost": float(x.get("steps_lost", 0)),
+                "fabric/replicas_lost": float(len(x.get("lost", {}))),
+            }
+            self._sink(LogEntry(int(x["step"]), figures, f"{x['incident_id']} ({x['kind']}): {x['why']}"))
+            self._written.add(x["incident_id"])
         if ledger.get("goodput") is not None:
             figures = {
                 f"fabric/{name}_s": float(ledger[name]) for name in ("degraded", "recovering", "stalled")
             }
             figures["fabric/goodput"] = float(ledger["goodput"])
             self._sink(LogEntry(self._session.committed_step, figures))
-
-
-def _of_recovery(record: Mapping[str, Any]) -> LogEntry:
-    figures = {
-        "fabric/recovery_s": float(record["step_committed"] - record["detected"]),
-        "fabric/steps_lost": float(record.get("steps_lost", 0)),
-        "fabric/replicas_lost": float(len(record.get("lost", {}))),
-    }
-    return LogEntry(
-        int(record["step"]), figures, f"{record['incident_id']} ({record['kind']}): {record['why']}"
-    )

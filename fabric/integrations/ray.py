@@ -169,27 +169,23 @@ class _RayJob:
         leaving = set(cluster_state.get_draining_nodes())  # preempted, or no longer needed
         nodes = self._places() if leaving else {}
         for index in self.running.values():
-            node = nodes.get(index, "")
-            if node in leaving and self.asked.get(index) != node:
-                self._ask(index, node)
+            node, replica = nodes.get(index, ""), self._replica(index)
+            if node not in leaving or self.asked.get(index) == node:
+                continue
+            order = {"replica": replica, "who": "Ray", "why": f"Ray drains node {node}"}
+            try:
+                with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
+                    pool.submit(self.lighthouses.ask, self.lighthouses.path("drain"), order).result()
+            except Unreachable as error:
+                _log.warning("replica %s cannot be drained now: %s", replica, error)
+                continue  # the next look asks again
+            except FabricError as error:
+                _log.warning("replica %s stays until its node is gone: %s", replica, error)
+            else:
+                self.drained[index] = node
                 first = index - index % self.nodes
-                if self.drained.get(index) == node:
-                    replica = range(first, first + self.nodes)
-                    self.followers |= {i for i in replica if nodes.get(i) not in leaving}
-
-    def _ask(self, index: int, node: str) -> None:
-        replica = self._replica(index)
-        order = {"replica": replica, "who": "Ray", "why": f"Ray drains node {node}"}
-        try:
-            with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
-                pool.submit(self.lighthouses.ask, self.lighthouses.path("drain"), order).result()
-            self.drained[index] = node
-        except Unreachable as error:
-            _log.warning("replica %s cannot be drained now: %s", replica, error)
-            return  # the next look asks again
-        except FabricError as error:
-            _log.warning("replica %s stays until its node is gone: %s", replica, error)
-        self.asked[index] = node
+                self.followers |= {i for i in range(first, first + self.nodes) if nodes.get(i) not in leaving}
+            self.asked[index] = node
 
 
 class _ReplicaActor:

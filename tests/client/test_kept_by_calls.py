@@ -239,6 +239,14 @@ LEFT_ALONE = {
             b[0].y = first + 1
             return b[0]
     """,
+    "a table that each call moves to the device of its samples": """
+        class Noise:
+            table = torch.ones(4)
+            def __call__(self, b):
+                self.table = self.table.to(device=b[0].device)
+                return torch.stack(b) * self.table
+        thing = Noise()
+    """,
     "a count for prints": """
         class Mask:
             n = 0

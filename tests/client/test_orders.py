@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from fabric.audit.audit import DataOrder
+from fabric.client.data import sample_plan
 from fabric.client.data.loader import make_loader, parse_options
 from fabric.client.data.sample_plan import SamplePlan, SamplerOrder
 from fabric.errors import ConfigError, FabricError
@@ -149,6 +150,51 @@ def test_with_a_generator_of_its_own_the_order_is_that_of_torch(make):
     assert [order.items(range(k * size, (k + 1) * size)) for k in range(3)] == expected
 
 
+class Endless(torch.utils.data.Sampler):
+    """Draws each index when it is asked for, and says that a pass is ``size`` long."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        return (int(np.random.randint(30)) for _ in range(self.size))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomSampler(DATA, True, 10**10),
+        lambda: RandomSampler(DATA, True, 10**10, seeded(5)),
+        lambda: Endless(10**10),
+    ],
+)
+def test_a_pass_of_ten_billion_draws_is_read_in_parts(make):
+    first, newcomer = SamplerOrder(make(), 3), SamplerOrder(make(), 3)
+    assert (first.size, first.digest) == (10**10, newcomer.digest)
+    begun = first.items(range(9_000))
+    assert Counter(begun).keys() == set(range(30))
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    assert newcomer.items(range(8_990, 9_000)) == begun[8_990:], "a replica that joins"
+    assert first.items(range(7)) == begun[:7], "a job that goes back"
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == np.random.get_state()[1].tolist()
+
+
+def test_a_long_pass_forgets_its_first_parts_and_reads_them_again(monkeypatch):
+    for name, value in {"_WHOLE": 20, "_PART": 4, "_KEPT_PARTS": 2}.items():
+        monkeypatch.setattr(sample_plan, name, value)
+    for make in (lambda: Epochs(30), lambda: Counted(30), lambda: Endless(30)):
+        order = SamplerOrder(make(), 7)
+        items = order.items(range(30))
+        assert [order.items([position])[0] for position in (29, 3, 17, 0)] == [
+            items[x] for x in (29, 3, 17, 0)
+        ]
+        assert len(order._passes[0]._parts) <= 2
+
+
 def test_the_random_numbers_of_the_training_are_untouched():
     states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     order = SamplerOrder(ByLength(), 7)
@@ -183,7 +229,7 @@ def test_the_data_set_is_not_copied_with_its_sampler():
     ("sampler", "words"),
     [
         (Unseeded(12), "the sampler Unseeded gives another order each time it begins"),
-        (Growing(12), "pass 0 of the sampler Growing has 12 entries, and pass 1 has 13"),
+        (Growing(12), "pass 1 of the sampler Growing has 13 entries, and pass 0 had 12"),
         (itertools.count(), r"the sampler count has no len\(\)"),
         ([], "the sampler list gives no index"),
     ],

@@ -522,6 +522,51 @@ def test_an_evaluation_reads_all_of_its_data_on_each_replica(adopt, way, split):
     assert rows == [expected] * 3 and lengths == [len(expected) // 2] * 3
 
 
+class Batches:
+    """Holds an iteration over a DataLoader, as makemore's InfiniteDataLoader does."""
+
+    def __init__(self, loader, begin=iter):
+        self.loader, self.begin = loader, begin
+        self.batches = begin(loader)
+
+    def next(self):
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = self.begin(self.loader)
+            return next(self.batches)
+
+
+def cycle(loader):
+    while True:
+        yield from loader
+
+
+def smoothed(loader):
+    mean = torch.zeros(2)
+    for (x,) in loader:
+        mean = 0.9 * mean + 0.1 * x.mean(0)
+        yield (x - mean,)
+
+
+@pytest.mark.parametrize("begin", [iter, cycle, smoothed])
+def test_an_object_may_hold_the_iteration_over_the_data_unless_it_has_a_memory(adopt, begin):
+    def script():
+        model, optimizer = make()
+        draws = torch.utils.data.RandomSampler(range(8), replacement=True, num_samples=10**10)
+        batches = Batches(DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2, sampler=draws), begin)
+        for _ in range(12):
+            (x,) = batches.next()
+            model(x).sum().backward()
+            optimizer.step()
+
+    if begin is not smoothed:
+        assert adopt(script).made == [(step, 2.0) for step in range(12)]
+        return
+    with pytest.raises(ConfigError, match=r"depends on self.batches, which Batches.next keeps from call to"):
+        adopt(script)
+
+
 def test_a_loop_that_accumulates_makes_steps_of_several_batches(adopt):
     def script():
         model, optimizer = make()

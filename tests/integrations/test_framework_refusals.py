@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from accelerate.local_sgd import LocalSGD
 from transformers import TrainingArguments
 
 from fabric.errors import ConfigError, FabricError
@@ -137,8 +138,32 @@ def test_two_models_are_refused_before_one_is_prepared(replica):
 
 def test_an_optimizer_of_8_bits_is_refused_by_name(replica):
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match=r"cannot keep replicas equal with the optimizer .*\.Adam8bit"):
+    with pytest.raises(
+        ConfigError, match=r"cannot keep replicas equal with the optimizer .*\.Adam8bit: choose"
+    ):
         FabricAccelerator().prepare(model, Adam8bit(model.parameters()))
+
+
+def test_local_sgd_of_accelerate_is_refused(replica):
+    accelerator, (model, optimizer, loader) = FabricAccelerator(), parts()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with (
+        LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2),
+        pytest.raises(
+            ConfigError,
+            match="refuses LocalSGD, because it averages gradients in each step: leave it out",
+        ),
+    ):
+        next(iter(loader))
+
+
+def test_a_loss_of_unprepared_batches_is_refused_with_what_to_prepare(replica):
+    accelerator, (model, optimizer, loader) = FabricAccelerator(), parts()
+    model, optimizer, batches = accelerator.prepare(model, optimizer, (x for x in loader))
+    with pytest.raises(
+        FabricError, match=r"prepare one DataLoader for the training, and make a cycle\(...\)"
+    ):
+        accelerator.backward(model(next(batches)[0]).sum())
 
 
 def test_a_closure_and_a_batch_that_is_not_the_jobs_are_refused(replica):

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("pytorch_lightning")
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.cli import SaveConfigCallback
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 
@@ -19,14 +20,22 @@ from fabric.integrations.lightning.run_files import LogWriter, RunFiles, write_n
 def rank():
     """The rank of Lightning's process, as another test may have left it."""
     before = rank_zero_only.rank
-    write_nothing()
+    write_nothing(SimpleNamespace(callbacks=[]))
     yield
     rank_zero_only.rank = before
 
 
 def replica(folder, kind=CSVLogger, callbacks=()):
     logger = kind(folder)
-    return SimpleNamespace(loggers=[logger], callbacks=list(callbacks), enable_autolog_hparams=False)
+    return SimpleNamespace(
+        loggers=[logger],
+        callbacks=list(callbacks),
+        enable_autolog_hparams=False,
+        lightning_module=None,
+        log_dir=logger.log_dir,
+        is_global_zero=True,
+        strategy=SimpleNamespace(broadcast=lambda x: x),
+    )
 
 
 def rows(trainer):
@@ -70,6 +79,27 @@ def test_the_next_writer_goes_on_in_the_log_with_each_step_once(tmp_path):
     two.turn(is_writer=True, committed=True)
     log(second, 3)
     assert rows(second) == [(step, str(float(step))) for step in range(4)]
+
+
+class Settings:
+    """Stands in for the parser of LightningCLI, which needs jsonargparse."""
+
+    def save(self, config, path, **_):
+        Path(path).write_text(config)
+
+
+def test_the_writer_alone_saves_the_settings_of_a_cli_and_the_next_one_again(tmp_path):
+    savers = [SaveConfigCallback(Settings(), "settings") for _ in range(2)]
+    first, second = (replica(tmp_path, callbacks=[x]) for x in savers)
+    for trainer in (first, second):
+        write_nothing(trainer)
+        trainer.callbacks[0].setup(trainer, None, "fit")
+    assert list(tmp_path.iterdir()) == []
+    one, two = LogWriter(first), LogWriter(second)
+    for is_writer in (False, True):
+        one.turn(is_writer=not is_writer)
+        two.turn(is_writer=is_writer)
+    assert [x.read_text() for x in tmp_path.rglob("config.yaml")] == ["settings"]
 
 
 def test_a_replica_that_does_not_write_makes_no_folder(tmp_path):

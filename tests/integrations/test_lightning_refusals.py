@@ -191,7 +191,7 @@ def test_half_precision_with_a_scaler_is_refused():
     own._accelerator_connector._precision_flag = "16-mixed"
     own.strategy.precision_plugin.precision = "16-mixed"
     with pytest.raises(ConfigError, match='say "bf16-mixed"'):
-        arguments._check_arguments(own)
+        arguments.check_trainer(own, {})
 
 
 @pytest.mark.parametrize(("step", "epoch", "within"), [(7, 1, 3), (8, 2, 0), (3, 0, 3)])

@@ -363,6 +363,7 @@ _CHOICES = {
     "policy": ("constant", "shrink"),
     "on_poison": ("stop", "skip"),
     "on_loss": ("wait", "shrink", "stop"),
+    "epoch_end": ("continue", "short", "drop"),
     "workers": ("processes", "threads"),
 }
 
@@ -430,8 +431,7 @@ class LoaderOptions:
 def parse_options(given: dict[str, Any]) -> LoaderOptions:
     """Check the arguments of ``session.loader`` besides the sizes. Raises ConfigError for an unknown one."""
     names = [f.name for f in fields(LoaderOptions)]
-    unknown = sorted(set(given) - set(names))
-    if unknown:
+    if unknown := sorted(set(given) - set(names)):
         raise ConfigError(f"session.loader knows no {unknown[0]}: its options are {', '.join(names)}")
     return LoaderOptions(**given)
 
@@ -497,10 +497,6 @@ class SampleSlice:
                 f"micro_batch_size {plan.micro_batch_size} must be a multiple of the {self.count} ranks that "
                 "share each micro-batch"
             )
-
-    def cut(self, samples: Sequence[Any]) -> list[Any]:
-        size = len(samples) // self.count
-        return list(samples[self.index * size : (self.index + 1) * size])
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -586,7 +582,9 @@ class Loader:
         """Return the data set indices of this rank's part of a micro-batch; of a stream the positions."""
         at, items = self._newest
         if at != (step, micro_batch):
-            items = self.slice.cut(self.plan.items(step, micro_batch))
+            items = self.plan.items(step, micro_batch)
+            size = len(items) // self.slice.count
+            items = list(items[self.slice.index * size : (self.slice.index + 1) * size])
             self._newest = (step, micro_batch), items
         return list(items)
 
@@ -638,7 +636,19 @@ def make_loader(
     data_slot = -1
     if options.redundancy and (options.data_slot is not None or not settings.rack):
         data_slot = data_slot_of(settings.replica, replicas, options.data_slot)
-    fetcher = _fetcher(dataset, plan, collate_fn or collate, options)
+    collate_fn, batched = collate_fn or collate, options.batch_sampler is not None
+    if streams:
+        fetcher = Fetcher(IterableStream(dataset, plan.global_batch_size), collate_fn, plan.seed)
+    elif batched and plan.micro_batch_size != 1:
+        raise ConfigError(
+            f"micro_batch_size is {plan.micro_batch_size}, but a batch of the batch_sampler is "
+            "one: give micro_batch_size=1, and global_batch_size as a number of batches"
+        )
+    else:
+        has_epochs = hasattr(dataset, "set_epoch") and not plan.shards
+        # Without the sampler the plan can go to a process that does not inherit it.
+        pass_of = replace(plan, order=None).pass_of if has_epochs else None
+        fetcher = Fetcher(dataset, collate_fn, plan.seed, batched, pass_of)
     loader = Loader(fetcher, plan, options.sharing(replicas), data_slot, options.scale_lr, part)
     loader.workers = _workers(loader, num_workers, options, settings.replica)
     return loader
@@ -654,21 +664,6 @@ def is_stream(dataset: Any) -> bool:
     # torch's IterableDataset inherits ``__getitem__``, although it cannot be indexed.
     indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, torch.utils.data.IterableDataset)
     return not indexed and hasattr(dataset, "__iter__")
-
-
-def _fetcher(dataset: Any, plan: SamplePlan, collate_fn: Collate, options: LoaderOptions) -> Fetcher:
-    if plan.is_stream:
-        return Fetcher(IterableStream(dataset, plan.global_batch_size), collate_fn, plan.seed)
-    batched = options.batch_sampler is not None
-    if batched and plan.micro_batch_size != 1:
-        raise ConfigError(
-            f"micro_batch_size is {plan.micro_batch_size}, but a batch of the batch_sampler is "
-            "one: give micro_batch_size=1, and global_batch_size as a number of batches"
-        )
-    has_epochs = hasattr(dataset, "set_epoch") and not plan.shards
-    # Without the sampler the plan can go to a process that does not inherit it.
-    pass_of = replace(plan, order=None).pass_of if has_epochs else None
-    return Fetcher(dataset, collate_fn, plan.seed, batched, pass_of)
 
 
 def _workers(loader: Loader, count: int, options: LoaderOptions, replica: str) -> Workers | None:
@@ -688,5 +683,4 @@ def _workers(loader: Loader, count: int, options: LoaderOptions, replica: str) -
                 'workers="processes"'
             )
         return ReadingThreads(fetcher, loader.items, count)
-    tries = loader.plan.steps_per_pass
-    return WorkerProcesses(fetcher, loader.items, count, options, replica, tries)
+    return WorkerProcesses(fetcher, loader.items, count, options, replica, loader.plan.steps_per_pass)

@@ -22,7 +22,7 @@ import contextlib
 import copy
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -41,7 +41,7 @@ from torch.utils.data import (
 )
 
 from fabric.client.data.randomness import keep_generators, seed_all
-from fabric.errors import ConfigError, FabricError
+from fabric.errors import ConfigError
 from fabric.protocol.rules.assignment import cut
 
 # Samplers whose pass depends on the seed and the number of the pass alone, unless they have a generator.
@@ -53,6 +53,8 @@ _WITHOUT_STATE = (
     WeightedRandomSampler,
 )
 _KEPT_PASSES = 2
+_WHOLE = 1 << 31  # the longest pass that is read whole
+_PART, _KEPT_PARTS = 4096, 512  # items of a longer pass that are read together, and parts that are kept
 
 
 class SamplerOrder:
@@ -63,7 +65,7 @@ class SamplerOrder:
     A sampler with a state of its own (a generator, a counter) is copied first. The copy is iterated pass
     after pass from that state, as a DataLoader iterates the sampler, and again from pass 0 for an earlier
     pass. At most two passes are kept. The digest of pass 0 belongs to the description of the data, which must
-    be equal on all members.
+    be equal on all members. A pass that no training ends, as minGPT's of 10 billion draws, is read in parts.
 
     ``generator``: that of the DataLoader, which draws one number from it for each pass. ``dataset``: it is
     shared with the sampler's copies. Safe from any thread.
@@ -84,9 +86,17 @@ class SamplerOrder:
         if not len(first):
             raise ConfigError(f"the sampler {self.name} gives no index: give one with at least one")
         self.size, self.digest = len(first), _digest(first)
-        if not self._jumps:
-            self._try_again()
         self._passes[0] = first
+        if self._jumps:
+            return
+        self._pass(1)  # has the length of pass 0
+        self._begin()
+        if _digest(self._iterate(0)) != self.digest:
+            raise ConfigError(
+                f"the sampler {self.name} gives another order each time it begins, so replicas would get "
+                "different orders: let it draw from the generator of torch, numpy or random, or from one "
+                "that is its attribute"
+            )
 
     def items(self, positions: Sequence[int]) -> list[Any]:
         """Return what the sampler yields at ``positions``, which count through all passes."""
@@ -102,9 +112,13 @@ class SamplerOrder:
                         "it by its own samples: give session.steps another loader for the next stage, with a "
                         "sampler that all replicas make alike"
                     )
-                items = self._walk_to(number)
+                if not self._jumps and number < self._next:
+                    self._begin()
+                while not self._jumps and self._next < number:
+                    self._iterate(self._next)
+                items = self._iterate(number)
                 if len(items) != self.size:
-                    raise FabricError(
+                    raise ConfigError(
                         f"pass {number} of the sampler {self.name} has {len(items)} entries, and pass 0 had "
                         f"{self.size}: give a sampler whose passes have one length"
                     )
@@ -113,15 +127,6 @@ class SamplerOrder:
                     if old != number:
                         del self._passes[old]
             return self._passes[number]
-
-    def _walk_to(self, number: int) -> Sequence[Any]:
-        if self._jumps:
-            return self._iterate(number)
-        if number < self._next:
-            self._begin()
-        while self._next < number:
-            self._iterate(self._next)
-        return self._iterate(number)
 
     def _begin(self) -> None:
         self._walker, self._next = self._origin if self._jumps else self._copy(self._origin), 0
@@ -134,39 +139,16 @@ class SamplerOrder:
             return range(len(sampler))
         if isinstance(sampler, range | list | tuple):
             return sampler
+        if len(sampler) > _WHOLE:
+            return _LongPass(lambda: _start(*self._copy(self._origin), number), len(sampler), self._seed)
         with _seeded(self._seed, number):
-            within = sampler
-            while within is not None:
-                if hasattr(within, "set_epoch"):
-                    within.set_epoch(number)
-                within = getattr(within, "sampler", None)
-            iterator = iter(sampler)
-            if generator is not None:
-                draw = torch.empty((), dtype=torch.int64, device=generator.device)
-                draw.random_(generator=generator)  # as a DataLoader does
-            items = list(islice(iterator, len(sampler) + 1))
+            items = list(islice(_start(sampler, generator, number), len(sampler) + 1))
         if len(items) > len(sampler):
             raise ConfigError(
                 f"the sampler {self.name} gives more indices than its len(), {len(sampler)}: let __len__ "
                 "return the number of indices in a pass"
             )
         return array("q", items) if all(type(i) is int for i in items) else items
-
-    def _try_again(self) -> None:
-        """Refuse a sampler whose passes cannot be had again. Leave it after pass 0."""
-        second = len(self._iterate(1))
-        self._begin()
-        if _digest(self._iterate(0)) != self.digest:
-            raise ConfigError(
-                f"the sampler {self.name} gives another order each time it begins, so replicas would get "
-                "different orders: let it draw from the generator of torch, numpy or random, or from one "
-                "that is its attribute"
-            )
-        if second != self.size:
-            raise ConfigError(
-                f"pass 0 of the sampler {self.name} has {self.size} entries, and pass 1 has {second}: give a "
-                "sampler whose passes have one length"
-            )
 
     def _copy(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
         """Copy a sampler with its generators; both go on to share the data."""
@@ -243,9 +225,50 @@ def _data_of(sampler: Any) -> Iterator[Any]:
 
 
 def _digest(items: Sequence[Any]) -> int:
-    """Return a number of 62 bits that tells one list of items from another."""
+    """Return a number of 62 bits that tells one list of items from another, a long one by its first."""
+    if isinstance(items, _LongPass):
+        items = [items[i] for i in range(_PART)]
     content = items.tobytes() if isinstance(items, array) else repr(items).encode()
     return xxhash.xxh3_64_intdigest(content) >> 2
+
+
+def _start(sampler: Any, generator: Any, number: int) -> Iterator[Any]:
+    """Start pass ``number`` of the sampler, as a DataLoader does."""
+    within = sampler
+    while within is not None:
+        if hasattr(within, "set_epoch"):
+            within.set_epoch(number)
+        within = getattr(within, "sampler", None)
+    iterator: Iterator[Any] = iter(sampler)
+    if generator is not None:
+        draw = torch.empty((), dtype=torch.int64, device=generator.device)
+        draw.random_(generator=generator)
+    return iterator
+
+
+class _LongPass(Sequence[Any]):
+    """The items of a pass that no training ends. They are read in parts, for which generators are seeded."""
+
+    def __init__(self, start: Callable[[], Iterator[Any]], size: int, seed: int) -> None:
+        self._start, self._size, self._seed = start, size, seed
+        self._iterator: Iterator[Any] = iter(())
+        self._next = 1  # the number of the part that it gives next
+        self._parts: dict[int, list[Any]] = {}
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, position: Any) -> Any:
+        part, place = divmod(position, _PART)
+        if part not in self._parts and part < self._next:
+            self._next, self._parts = 0, {}
+        while self._next <= part:
+            with _seeded(self._seed, self._next):
+                self._iterator = self._iterator if self._next else self._start()
+                self._parts[self._next] = list(islice(self._iterator, _PART))
+            self._parts.pop(self._next - _KEPT_PARTS, None)
+            self._next += 1
+        return self._parts[part][place]
 
 
 @contextlib.contextmanager
@@ -259,15 +282,10 @@ def _seeded(seed: int, number: int) -> Iterator[None]:
         give_back()
 
 
-EPOCH_ENDS = ("continue", "short", "drop")
-
-
 @lru_cache(maxsize=32)
-def _permutation(
-    dataset_size: int, seed: int, number: int, shard: int
-) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def _permutation(size: int, seed: int, number: int, shard: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     words = [seed, number] if shard < 0 else [seed, number, shard + 1]
-    return np.random.Generator(np.random.PCG64(words)).permutation(dataset_size)
+    return np.random.Generator(np.random.PCG64(words)).permutation(size)
 
 
 def sample_indices(dataset_size: int, seed: int, start: int, count: int, shard: int = -1) -> list[int]:
@@ -312,11 +330,6 @@ class SamplePlan:
                 f"redundancy needs a micro-batch and a sample for each of the {self.shards} replicas: a step "
                 f"has {self.micro_batches} micro-batches and the data set {self.dataset_size} samples"
             )
-        self._check_epoch_end()
-
-    def _check_epoch_end(self) -> None:
-        if self.epoch_end not in EPOCH_ENDS:
-            raise ConfigError(f'epoch_end is "{self.epoch_end}": it must be "continue", "short" or "drop"')
         if self.epoch_end != "continue" and (self.is_stream or self.shards):
             kind = "redundancy" if self.shards else "an iterable data set"
             raise ConfigError(f'epoch_end="{self.epoch_end}" does not go with {kind}: say "continue"')
@@ -375,8 +388,6 @@ class SamplePlan:
 
     def with_samples(self, step: int, micro_batches: Iterable[int]) -> list[int]:
         """Return those of ``micro_batches`` that have a sample."""
-        if not self.steps_per_pass:
-            return list(micro_batches)
         return [i for i in micro_batches if self.positions(step, i)]
 
     def _sharded(self, step: int, micro_batch: int) -> list[int]:
@@ -391,22 +402,15 @@ class SamplePlan:
 
     def shard(self, number: int) -> tuple[int, int]:
         """Return the indices [begin, end) of shard ``number``."""
-        return (
-            number * self.dataset_size // self.shards,
-            (number + 1) * self.dataset_size // self.shards,
-        )
+        size, shards = self.dataset_size, self.shards
+        return number * size // shards, (number + 1) * size // shards
 
     def describe(self) -> dict[str, Any]:
         """Return all values that determine the order of the data, for the journal."""
+        names = ("dataset_size", "global_batch_size", "micro_batch_size", "seed", "micro_batches", "shards")
         body: dict[str, Any] = {
-            "dataset_size": self.dataset_size,
-            "global_batch_size": self.global_batch_size,
-            "micro_batch_size": self.micro_batch_size,
-            "seed": self.seed,
-            "micro_batches": self.micro_batches,
+            name: getattr(self, name) for name in names if name != "shards" or self.shards
         }
-        if self.shards:
-            body["shards"] = self.shards
         if self.is_stream:
             body["stream"] = 1
         if self.epoch_end != "continue":

@@ -85,7 +85,17 @@ class StepSampler(torch.utils.data.Sampler[int]):
         if seed < 0:
             raise ConfigError("the seed must not be negative")
         self.size, self.global_batch_size, self.seed = size, global_batch_size, seed
-        order = _order_of(sampler, seed, size) if sampler is not None else None
+        order = SamplerOrder(sampler, seed) if sampler is not None else None
+        if order is not None and order.size != size:
+            raise ConfigError(
+                f"StepSampler has size {size}, and a pass of the sampler {order.name} has {order.size} "
+                "indices: give len(sampler) as the size"
+            )
+        if order is not None and isinstance(order.items([0])[0], list | tuple):
+            raise ConfigError(
+                f"the sampler {order.name} gives batches, and StepSampler cuts steps into single samples: "
+                "give a sampler of indices, or use session.loader(batch_sampler=)"
+            )
         self.per_step = global_batch_size // data_slots
         # A micro-batch of the plan is the part of a data slot.
         self._plan = SamplePlan(size, global_batch_size, self.per_step, seed, epoch_end="drop", order=order)
@@ -174,29 +184,5 @@ class StepSampler(torch.utils.data.Sampler[int]):
         return f"the loop drew {drawn} samples for this step" if drawn < self.per_step else ""
 
     def describe(self) -> dict[str, Any]:
-        order = {} if self._plan.order is None else {"order": self._plan.order.digest}
-        return order | {
-            "policy": "shrink",
-            "sampler": 1,
-            "dataset_size": self.size,
-            "global_batch_size": self.global_batch_size,
-            "micro_batch_size": self.per_step,
-            "seed": self.seed,
-            "data_slots": self.part.data_slots,
-            "micro_batches": self.part.data_slots,
-        }
-
-
-def _order_of(sampler: Any, seed: int, size: int) -> SamplerOrder:
-    order = SamplerOrder(sampler, seed)
-    if order.size != size:
-        raise ConfigError(
-            f"StepSampler has size {size}, and a pass of the sampler {order.name} has {order.size} indices: "
-            "give len(sampler) as the size"
-        )
-    if isinstance(order.items([0])[0], list | tuple):
-        raise ConfigError(
-            f"the sampler {order.name} gives batches, and StepSampler cuts steps into single samples: give a "
-            "sampler of indices, or use session.loader(batch_sampler=)"
-        )
-    return order
+        described = {k: v for k, v in self._plan.describe().items() if k != "epoch_end"}
+        return described | {"policy": "shrink", "sampler": 1, "data_slots": self.part.data_slots}

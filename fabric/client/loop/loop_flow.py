@@ -66,7 +66,7 @@ def _is_converted(node: ast.stmt) -> bool:
         isinstance(value, ast.Call) and called(value) in _CONVERTS and isinstance(value.func, ast.Attribute)
     ):
         value = value.func.value
-    return isinstance(value, ast.Name) and ast.unparse(node.targets[0]) == value.id
+    return bool(dotted(value)) and dotted(node.targets[0]) == dotted(value)
 
 
 def loops_at(tree: ast.AST, line: int) -> list[ast.For | ast.AsyncFor | ast.While]:

@@ -16,13 +16,14 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import FrameType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
 
 import fabric
 from fabric.client.loop.loop_flow import (
@@ -350,7 +351,8 @@ class UserFunction:
             is_change = called(x).endswith("_") and called(x) not in _FRESH
             if is_change and isinstance(value_of(self.values, name), torch.Tensor):
                 names.setdefault(name, x.lineno)
-        return {name: at for name, at in names.items() if "." in self.symbols.get(name, "")}
+        own = {name: at for name, at in names.items() if "." in self.symbols.get(name, "")}
+        return {name: at for name, at in own.items() if not _is_dealt(value_of(self.values, name))}
 
     def left(self) -> dict[str, int]:
         """Return the names that each call reads, and then sets to another value."""
@@ -409,6 +411,19 @@ def changed_in_place(node: ast.AST) -> dict[str, int]:
                 names.setdefault(name, x.lineno)
     names.pop("", None)
     return names
+
+
+def _is_dealt(value: Any) -> bool:
+    """Whether an iteration gives the batches that fabric deals out, or passes them on like a ``cycle``."""
+    if not isinstance(value, GeneratorType):
+        return False
+    node = functions_of(value.gi_code.co_filename).get(value.gi_code.co_firstlineno)
+    if node is None:
+        return value.gi_code.co_filename.startswith(tuple(fabric.__path__))
+    held = value.gi_frame.f_locals.values() if value.gi_frame is not None else ()
+    loaders = [x for x in held if isinstance(x, DataLoader)]
+    keeps = any(isinstance(x, ast.Assign | ast.AugAssign | ast.AnnAssign) for x in ast.walk(node))
+    return not keeps and any(type(x).__iter__.__module__.startswith("fabric.") for x in loaders)
 
 
 def _fills(node: ast.AST) -> Iterator[ast.AST]:

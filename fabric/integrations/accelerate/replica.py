@@ -40,7 +40,7 @@ from fabric.client.process.excepthook import on_uncaught
 from fabric.errors import ConfigError, FabricError
 from fabric.exit_codes import FAILED
 from fabric.integrations.adopt.living_objects import is_in_order, schedulers_of
-from fabric.integrations.arguments import unequal_optimizer
+from fabric.integrations.arguments import UNEQUAL
 from fabric.integrations.script_state import (
     RepeatedOutputs,
     ScriptGradients,
@@ -51,6 +51,7 @@ from fabric.integrations.script_state import (
 from fabric.integrations.training_data import EpochShape, StepFeed, TrainingData, attach_in
 from fabric.integrations.user_source import carried_network, measured_value
 from fabric.runtime.config import Settings, launched_ranks, parse_replicas
+from fabric.runtime.living_objects import living
 from fabric.runtime.process_environment import without_launcher
 
 
@@ -195,9 +196,12 @@ class AcceleratedReplica:
                 "them parts of one module"
             )
         for optimizer in (x for x in arguments if isinstance(x, torch.optim.Optimizer)):
-            kind = unequal_optimizer(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
-            if kind:
-                raise ConfigError(f"FabricAccelerator cannot keep replicas equal with the optimizer {kind}")
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            if UNEQUAL.search(kind):
+                raise ConfigError(
+                    f"FabricAccelerator cannot keep replicas equal with the optimizer {kind}: choose one "
+                    "such as torch.optim.AdamW"
+                )
 
     def trains_on(self, loader: JobDataLoader) -> bool:
         """Whether ``loader`` is the training's: the first one whose order changes, else the first.
@@ -227,8 +231,12 @@ class AcceleratedReplica:
         models, optimizers = accelerator._models, accelerator._optimizers  # noqa: SLF001
         if not models or not optimizers:
             raise ConfigError("accelerator.prepare got no model or no optimizer before the first batch")
-        measured = measured_value(sys._getframe(1), accelerator._custom_objects)  # noqa: SLF001
-        if measured:
+        local = sys.modules.get("accelerate.local_sgd")
+        if local is not None and living(local.LocalSGD):
+            raise ConfigError(
+                "FabricAccelerator refuses LocalSGD, because it averages gradients in each step: leave it out"
+            )
+        if measured := measured_value(sys._getframe(1), accelerator._custom_objects):  # noqa: SLF001
             raise ConfigError(
                 f"{measured}, and a replica that joins has not measured what the others have: end the loop "
                 "after a number of optimizer steps, or by accelerator.set_trigger and check_trigger, and "
@@ -249,8 +257,7 @@ class AcceleratedReplica:
         )
         atexit.register(self._close_at_exit)
         on_uncaught.append(self._note_failure)
-        fixed = _fixed_batches()
-        if fixed:
+        if fixed := _fixed_batches():
             self._say(f"{fixed}: if a replica dies, its part of a step is left out until it is back")
         feed = (data if epochs is None else data.limited(epochs.samples)).feed(
             self.session,
@@ -311,9 +318,10 @@ class AcceleratedReplica:
         """Add the micro-batch's gradient, and go on to the step's next one: after the last, exchange."""
         loop, scaler = self._loop, self._accelerator.scaler
         if loop is None or not self.trains:
+            way = "as the first one or the only one that shuffles or has a sampler"
             raise FabricError(
                 "accelerator.backward got the loss of a batch that is not of the job: prepare one DataLoader "
-                "for the training, as the first one or the only one that shuffles or has a sampler"
+                f"for the training, {way if self.loaders else 'and make a cycle(...) of it afterwards'}"
             )
         if not loop.waits:
             raise FabricError("accelerator.backward was called twice for one batch: add the losses up")

@@ -6,7 +6,7 @@ from typing import Any
 
 from fabric.client.loop.later_changes import refuse_later_hooks
 from fabric.errors import ConfigError
-from fabric.integrations.arguments import ArgumentTable, unequal_optimizer
+from fabric.integrations.arguments import UNEQUAL, ArgumentTable
 from fabric.integrations.huggingface import trl
 from fabric.integrations.user_source import Hooks, collective, kept_value
 
@@ -67,7 +67,7 @@ ARGUMENTS = ArgumentTable(
         ddp_timeout local_rank | idle | no process group of torch has more than one process
     """,
     {
-        "optim": lambda given: not unequal_optimizer(str(getattr(given, "value", given))),
+        "optim": lambda given: not UNEQUAL.search(str(getattr(given, "value", given))),
         "fsdp": operator.not_,
     },
 )
@@ -204,7 +204,7 @@ def _conditions(trainer: Any, resumes: bool, trial: Any) -> Mapping[str, bool]:
         ),
         f"a replica of {args.world_size} ranks": args.world_size > 1,
         f"DataParallel over {args.n_gpu} GPUs: give each replica one by CUDA_VISIBLE_DEVICES": args.n_gpu > 1,
-        f'the optimizer {kind}: choose one such as optim="adamw_torch"': bool(unequal_optimizer(kind)),
+        f'the optimizer {kind}: choose one such as optim="adamw_torch"': bool(UNEQUAL.search(kind)),
         'train_sampling_strategy="batch_rebalance", whose batches are those of ranks: choose "random"': (
             args.train_sampling_strategy == "batch_rebalance"
         ),

@@ -102,6 +102,7 @@ CALLBACKS: dict[str, Row] = rows_of("""
     ModelSummary RichModelSummary | idle | it prints
     OnExceptionCheckpoint | idle | it writes a file
     ProgressBar RichProgressBar TQDMProgressBar | idle | it shows progress
+    SaveConfigCallback | idle | it writes the file of LightningCLI's settings
     SpikeDetection | refused | it judges the losses of one replica alone: leave it out, and say on_nan
     StochasticWeightAveraging | refused | it replaces the scheduler in mid-training, which a replica that
         joins lacks: take WeightAveraging, and torch's SWALR as the scheduler
@@ -173,7 +174,26 @@ PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 
 def check_trainer(trainer: Any, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for a Trainer that FabricStrategy cannot keep equal, before anything runs."""
-    _check_arguments(trainer)
+    plugin, devices = type(trainer.precision_plugin), _devices(trainer)
+    refused = {
+        f"devices={devices}": ("devices", devices != 1),
+        f"num_nodes={trainer.num_nodes}": ("num_nodes", trainer.num_nodes != 1),
+        f'precision="{trainer.precision}"': ("precision", str(trainer.precision).startswith("16")),
+        f"plugins={plugin.__name__}": ("plugins", plugin.__name__ not in PRECISIONS),
+        f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}": (
+            "reload_dataloaders_every_n_epochs",
+            bool(trainer.reload_dataloaders_every_n_epochs),
+        ),
+        "val_check_interval=... of time": (
+            "val_check_interval",
+            getattr(trainer, "_val_check_time_interval", None) is not None,
+        ),
+    }
+    for shown, (name, holds) in refused.items():
+        if holds:
+            TRAINER.check_value(name, None, shown)
+    new = TRAINER.unknown(_pl.Trainer.__init__)
+    TRAINER.check(_pl.Trainer.__init__, {x: getattr(trainer, x) for x in new if hasattr(trainer, x)})
     for callback in trainer.callbacks:
         _check_callback(callback)
     module, data = trainer.lightning_module, trainer.datamodule
@@ -209,29 +229,6 @@ def check_kept_values(trainer: Any) -> None:
             f"{kept}: make it from trainer.global_step, keep it in a buffer (register_buffer), or save it in "
             "state_dict of the callback"
         )
-
-
-def _check_arguments(trainer: Any) -> None:
-    plugin, devices = type(trainer.precision_plugin), _devices(trainer)
-    refused = {
-        f"devices={devices}": ("devices", devices != 1),
-        f"num_nodes={trainer.num_nodes}": ("num_nodes", trainer.num_nodes != 1),
-        f'precision="{trainer.precision}"': ("precision", str(trainer.precision).startswith("16")),
-        f"plugins={plugin.__name__}": ("plugins", plugin.__name__ not in PRECISIONS),
-        f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}": (
-            "reload_dataloaders_every_n_epochs",
-            bool(trainer.reload_dataloaders_every_n_epochs),
-        ),
-        "val_check_interval=... of time": (
-            "val_check_interval",
-            getattr(trainer, "_val_check_time_interval", None) is not None,
-        ),
-    }
-    for shown, (name, holds) in refused.items():
-        if holds:
-            TRAINER.check_value(name, None, shown)
-    new = TRAINER.unknown(_pl.Trainer.__init__)
-    TRAINER.check(_pl.Trainer.__init__, {x: getattr(trainer, x) for x in new if hasattr(trainer, x)})
 
 
 def _devices(trainer: Any) -> int:

@@ -169,9 +169,16 @@ class RunFiles:
         self._saved = set(state["saved"])
 
 
-def write_nothing() -> None:
+def write_nothing(trainer: Any) -> None:
     """Let this replica write neither folders nor logs, until a step shows that it is the writer."""
     _ranks.rank = 1
+    for callback in _config_savers(trainer):
+        callback.already_saved = True
+
+
+def _config_savers(trainer: Any) -> list[Any]:
+    """Return the callbacks that write LightningCLI's settings. The import of their class would cost time."""
+    return [x for x in trainer.callbacks if "SaveConfigCallback" in (y.__name__ for y in type(x).__mro__)]
 
 
 class LogWriter:
@@ -208,6 +215,9 @@ class LogWriter:
         logged = {id(x): _go_on(x) for x in trainer.loggers if isinstance(x, kinds)}
         if trainer.enable_autolog_hparams:
             _log_hyperparams(trainer)
+        for callback in _config_savers(trainer):
+            callback.already_saved, callback.overwrite = False, True  # the writer before wrote the same file
+            callback.setup(trainer, trainer.lightning_module, "fit")
         for logger, metrics, step in self._missed:
             if not logged.get(id(logger), set()) & {(step, name) for name in metrics if name != "epoch"}:
                 logger.log_metrics(metrics=metrics, step=step)

@@ -67,7 +67,7 @@ class FabricStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         install_excepthook()
         self._disabled = config.settings().disable
         if not self._disabled and self.lightning_module.trainer.state.fn == "fit":
-            write_nothing()
+            write_nothing(self.lightning_module.trainer)
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:

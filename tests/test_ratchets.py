@@ -32,7 +32,7 @@ LIMITS = {
     "writes of a part of a core into another part": 0,
     "banned phrases in docstrings and comments": 2,
     "banned phrases in pages": 0,
-    "lines of fabric/": 82_710,
+    "lines of fabric/": 82_705,
     "files of fabric/": 350,
     "packages over their budget of lines": 0,
     "single-use helpers of at most four lines, per 1,000 lines": 0.52,
@@ -363,7 +363,7 @@ def foreign_writes(files: Sources) -> list[str]:
 
 def parts_taken(holder: ast.ClassDef, classes: set[str]) -> Iterator[str]:
     """The fields in which a part keeps other parts that it was given; the public fields of a core."""
-    for item in holder.body if holder.decorator_list else ():
+    for item in holder.body if holder.decorator_list or holder.bases else ():
         if isinstance(item, ast.AnnAssign) and item.value is None and words_of(item.annotation) & classes:
             yield item.target.id
     for init in (f for f in methods_of(holder) if f.name == "__init__"):
@@ -664,12 +664,12 @@ PLANTED = {
             ),
         },
     ),
-    "a dataclass writes into a part that it was given": (
+    "a struct writes into a part that it was given": (
         foreign_writes,
         {
             **CORE,
             f"{CORE_FOLDERS[0]}b.py": (
-                "@dataclass\nclass B:\n a: Part\n def f(self):\n  x = self.a.rows\n  x[1] = 2"
+                "class B(Struct):\n a: Part\n def f(self):\n  x = self.a.rows\n  x[1] = 2"
             ),
         },
     ),

@@ -67,12 +67,10 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     ckpt = parts.handle.url + (f"#{process.rank}" if process.rank else "")
     address = RankAddress(",".join(map(url_host, advertised_hosts(settings))) + f":{port}", ckpt)
     gradients, lanes = parts.gradients, parts.exchange.lanes
-    cuts = (
-        lanes.text if lanes is not None else ""
-    )  # the layout of ranks, where replicas may have unequal ones
+    cuts = lanes.text if lanes is not None else ""  # empty: all replicas have equal layouts of ranks
     if process.group is None:
-        held = parts.handle.held_by(1)
-        of_rank = {"layout": gradients.layout, "digest": setup.digest, "snapshots": held, "cuts": cuts}
+        alone = parts.handle.held_by(1)
+        of_rank = {"layout": gradients.layout, "digest": setup.digest, "snapshots": alone, "cuts": cuts}
         engine.begin(_make_core(parts, setup, config, address, **of_rank))
         return
     declared: list[dict[str, Any]] = []  # what all ranks say, at rank 0
@@ -98,17 +96,14 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     engine.groups = tuple(int(x["part"]) for x in declared)
     engine.stages = stages_of([x["names"] for x in declared])
     engine.links.voices = voices_of([x["ckpt"] for x in declared])[1:]
-    together = summed_digest if cuts else replica_digest
     layout = gradients.layout if cuts else replica_digest([x["layout"] for x in declared])
     ranks = tuple(RankAddress(x["link"], x["ckpt"]) for x in declared[1:])
     # A lost host's ranks do not know how large their state is.
     config = replace(config, replay_steps=max(x["replay"] for x in declared))
     # The snapshots that the servers of all ranks still hold, oldest first.
-    held = tuple(
-        SnapshotRef(*x) for x in declared[0]["snapshots"] if all(x in y["snapshots"] for y in declared)
-    )
-    digest = together([x["digest"] for x in declared])
-    of_ranks = {"layout": layout, "digest": digest, "snapshots": held, "ranks": ranks, "cuts": cuts}
+    held = [SnapshotRef(*x) for x in declared[0]["snapshots"] if all(x in y["snapshots"] for y in declared)]
+    digest = (summed_digest if cuts else replica_digest)([x["digest"] for x in declared])
+    of_ranks = {"layout": layout, "digest": digest, "snapshots": tuple(held), "ranks": ranks, "cuts": cuts}
     engine.begin(_make_core(parts, setup, config, address, **of_ranks))
     if not any(x["holds"] for x in declared):
         # If the replicas' initial states differ, a new job may begin from this snapshot. The snapshot must

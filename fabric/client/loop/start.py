@@ -67,12 +67,10 @@ def begin(engine: Engine, parts: EngineParts, setup: TrainingSetup) -> None:
     ckpt = parts.handle.url + (f"#{process.rank}" if process.rank else "")
     address = RankAddress(",".join(map(url_host, advertised_hosts(settings))) + f":{port}", ckpt)
     gradients, lanes = parts.gradients, parts.exchange.lanes
-    cuts = (
-        lanes.text if lanes is not None else ""
-    )  # the layout of ranks, where replicas may have unequal ones
+    cuts = lanes.text if lanes is not None else ""  # empty: all replicas have equal layouts of ranks
     if process.group is None:
-        held = parts.handle.held_by(1)
-        of_rank = {"layout": gradients.layout, "digest": setup.digest, "snapshots": held, "cuts": cuts}
+        alone = parts.handle.held_by(1)
+        of_rank = {"layout": gradients.layout, "digest": setup.digest, "snapshots": alone, "cuts": cuts}
         engine.begin(_make_core(parts, setup, config, address, **of_rank))
         return
     declared: list[dict[str, Any]] = []  # what all ranks say, at rank 0

@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
+READY := $(VENV)/.compiled
 DEMO_STAMP := $(VENV)/.installed-demo
 # pip compiles it into the folder of its source.
 COMPILED := fabric/ftar/host/piece_moves.c
@@ -15,24 +16,24 @@ DEMO_ARGS ?=
 SOAK_ARGS ?= --random "1 every 20s for 1h"
 PYTEST := $(BIN)/pytest
 PURE := tests/protocol tests/sim tests/mutants
-JOBS := $(wildcard tests/integration/test_*.py)
-# These whole jobs run in a lane of their own, so that no lane ends long after the others. All that fork from a parent
-# with frameworks are here.
+# The second of the two lanes of jobs begins with these. All that fork from a parent with frameworks come first, so that
+# one lane needs this parent.
+JOBS := $(wildcard tests/integration/test_*.py) tests/lighthouse/test_node_meeting.py
 LATE_JOBS := $(patsubst %,tests/integration/test_%.py,\
-	accelerate act adopted_frameworks adopted_scripts another_store collectives demo drill hosts job_log launched_jobs \
-	layouts lightning namespaces outer_steps scraped_job slow_links slow_replica torchft_scripts transformers unequal)
-# These parts follow the worlds, for the same reason, and those of launchers follow the jobs.
-LATE_PARTS := tests/ckpt_server tests/conformance
-LATE_LAUNCHERS := tests/lighthouse/test_node_meeting.py
-EARLY_LAUNCHERS := tests/cli/test_launch.py tests/cli/test_standbys.py
+	accelerate adopted_frameworks adopted_scripts job_log lightning transformers act another_store collectives demo drill \
+	hosts launched_jobs layouts namespaces outer_steps scraped_job slow_links slow_replica torchft_scripts unequal)
 EARLY_JOBS := $(filter-out $(LATE_JOBS),$(JOBS))
+# The second of the two lanes of parts begins with these.
+LATE_PARTS := tests/conformance tests/ckpt_server tests/lighthouse
+EARLY_PARTS := $(filter-out $(PURE) $(LATE_PARTS) tests/integration,$(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))) \
+	$(wildcard tests/test_*.py)
 # `make test` leaves out the tests with the mark `long`, each of which names a cheaper test that stays.
 SHORT := -m 'not long'
 
 .PHONY: demo soak docs dist quick test long conformance torchtitan torch-releases lint setup etcd chromium prometheus slurm helm clean
 .DELETE_ON_ERROR:
 
-setup: $(STAMP)
+setup: $(READY)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "fabric needs Python 3.11 or newer; this is %s: run make PYTHON=python3.11" % sys.version.split()[0])'
@@ -43,14 +44,20 @@ $(BIN)/python:
 IMPORTED := pytest, hypothesis, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel, \
 	torch.distributed.pipelining, torch.utils.tensorboard, accelerate, pytorch_lightning, transformers.trainer, \
 	transformers.models.llama.modeling_llama, fabric.cli.run, fabric.client.attach
+COMPILE := $(BIN)/python -c 'import $(IMPORTED)'
 
-$(STAMP): export PYTHONDONTWRITEBYTECODE :=
+$(READY): export PYTHONDONTWRITEBYTECODE :=
+$(READY): $(STAMP)
+	$(COMPILE)
+	@touch $@
+
+# Older releases of pip take twice the time to choose among the releases of an index.
 $(STAMP): pyproject.toml setup.py $(COMPILED) constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q 'pip>=25'
 ifneq ($(TORCH_INDEX),)
 	$(BIN)/python -m pip install -q --no-compile "$$(grep -i '^torch==' constraints.txt)" --index-url $(TORCH_INDEX)
 endif
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[test]'
-	$(BIN)/python -c 'import $(IMPORTED)'
 	@touch $@ $(DEMO_STAMP)
 
 # The demo needs no packages of the tests. Each file must have a hash of demo-requirements.txt, except what torch brings
@@ -109,20 +116,28 @@ quick: setup
 	for log in .cores.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
 	test -z "$$failed"
 
-# Four runs side by side: tests of whole jobs (two lanes) wait much of their time, those of the parts some of it, and
-# the simulator's worlds, at a low priority, only need a processor; further parts follow them. Thousands of processes
-# are started, so what is compiled is kept, whatever the shell says.
+# Five runs side by side. Tests of whole jobs (two lanes) wait much of their time, those of the parts (two lanes) some of
+# it, and the simulator's worlds, at a low priority, only need a processor. A lane that has done its own files helps
+# another. Worlds and linters need no compiled frameworks, so they begin while a fresh environment compiles these.
+# Thousands of processes are started, so what is compiled is kept, whatever the shell says.
+SHARED := $(PYTEST) $(SHORT) --share $$begun
+
 test: export PYTHONDONTWRITEBYTECODE :=
-test: setup etcd chromium prometheus helm
-	@(trap 'kill $$!; exit 1' TERM; nice -n 10 $(PYTEST) -p no:cacheprovider $(PURE) & wait $$! && code=0 || code=1; \
-		$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_PARTS) & wait $$! && exit $$code) > .worlds.log 2>&1 & worlds=$$!; \
-	$(PYTEST) $(SHORT) -p no:cacheprovider $(patsubst %,--ignore=%,$(PURE) $(LATE_PARTS) $(LATE_LAUNCHERS) $(EARLY_LAUNCHERS) $(JOBS)) > .parts.log 2>&1 & parts=$$!; \
-	$(PYTEST) $(SHORT) -p no:cacheprovider $(LATE_JOBS) $(LATE_LAUNCHERS) > .late.log 2>&1 & late=$$!; \
+test: $(STAMP) etcd chromium prometheus helm
+	@begun=$$(mktemp -d); failed=; \
+	nice -n 10 $(PYTEST) -p no:cacheprovider $(PURE) > .worlds.log 2>&1 & worlds=$$!; \
 	($(LINT)) > .lint.log 2>&1 & lint=$$!; \
-	trap "kill $$worlds $$parts $$late $$lint" INT TERM; failed=; \
-	$(PYTEST) $(SHORT) $(EARLY_JOBS) $(EARLY_LAUNCHERS) || failed=1; \
-	for lane in $$lint $$late $$parts $$worlds; do wait $$lane || failed=1; done; \
-	for log in .late.log .parts.log .worlds.log .lint.log; do echo "=== $$log ==="; cat $$log; rm -f $$log; done; \
+	trap "kill $$worlds $$lint; exit 1" INT TERM; \
+	test $(READY) -nt $(STAMP) || { $(COMPILE) && touch $(READY); } || failed=1; \
+	$(SHARED) -p no:cacheprovider $(EARLY_PARTS) $(LATE_PARTS) > .parts.log 2>&1 & parts=$$!; \
+	$(SHARED) -p no:cacheprovider $(LATE_PARTS) $(JOBS) > .late-parts.log 2>&1 & late_parts=$$!; \
+	$(SHARED) -p no:cacheprovider $(LATE_JOBS) $(EARLY_JOBS) > .late.log 2>&1 & late=$$!; \
+	trap "kill $$worlds $$lint $$parts $$late_parts $$late" INT TERM; \
+	$(SHARED) $(EARLY_JOBS) $(LATE_JOBS) || failed=1; \
+	for lane in $$lint $$late $$late_parts $$parts $$worlds; do wait $$lane || failed=1; done; rm -r $$begun; \
+	for log in .late.log .late-parts.log .parts.log .worlds.log .lint.log; do \
+		echo "=== $$log ==="; cat $$log; rm -f $$log; \
+	done; \
 	test -z "$$failed"
 
 # The tests with the mark `long`: jobs under a real Ray and a real Slurm, drills of running jobs, and further cases of
@@ -179,7 +194,7 @@ slurm:
 	@ops/dev/ensure-slurm.sh
 
 # And helm, which is unpacked into the virtual environment.
-helm: setup
+helm: $(STAMP)
 	@ops/dev/ensure-helm.sh $(VENV)
 
 # And a real browser for the lighthouse's page, likewise.

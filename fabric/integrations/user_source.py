@@ -32,17 +32,20 @@ from fabric.client.loop.loop_flow import (
     MEASURES_GRADIENTS,
     assignments,
     called,
+    calls,
     carry,
     dotted,
     ends_by,
     gradient_sources,
     kept_weights,
-    loads_weights,
     made_from,
     moves_training,
     names_read,
+    of_kind,
     sets_rate,
     stores,
+    trains_by_value,
+    walked,
 )
 from fabric.client.loop.loop_source import changed_names, moved_names
 from fabric.client.loop.user_functions import (
@@ -68,7 +71,6 @@ _COLLECTIVES = {
 }
 # Tensors have methods of these names too: they count on these attributes, and in torch.distributed.
 _SHARED_NAMES = {"broadcast", "gather", "reduce", "scatter"}
-_BACKWARDS = {"backward", "manual_backward"}
 _BRANCHES = ast.If | ast.Try | ast.Match | ast.While
 
 
@@ -118,7 +120,7 @@ def kept_value(things: Sequence[Any], hooks: Hooks) -> str:
 def _saved(things: Sequence[Any], methods: list[UserFunction], hooks: Hooks) -> set[str]:
     """Return the symbols of buffers, and those that methods of ``hooks.saves`` name, a framework's too."""
     saving = [x for x in methods if x.name in hooks.saves]
-    parts = [(x, part) for x in saving for part in ast.walk(x.node)]
+    parts = [(x, part) for x in saving for part in walked(x.node)]
     saved = {f"{id(x.thing)}.{part.attr}" for x, part in parts if isinstance(part, ast.Attribute)}
     words = [(x, part.value) for x, part in parts if isinstance(part, ast.Constant)]
     saved |= {f"{id(x.thing)}.{word}" for x, word in words if isinstance(word, str)}
@@ -133,18 +135,13 @@ def _saved(things: Sequence[Any], methods: list[UserFunction], hooks: Hooks) -> 
 
 def _steers(method: UserFunction, made: set[str], stops: Collection[str]) -> bool:
     """Whether a method changes a rate of the training, or weights, or stops, by one of these names."""
-    for x in ast.walk(method.node):
-        if isinstance(x, ast.Call) and called(x) == "load_state_dict":
-            if any(names_read(y) & made for y in x.args):
-                return True
-        elif isinstance(x, ast.If | ast.While) and names_read(x.test) & made:
-            inside = [y for part in (*x.body, *x.orelse) for y in ast.walk(part)]
-            sets = [y for y in inside if isinstance(y, ast.Attribute) and isinstance(y.ctx, ast.Store)]
-            if any(map(sets_rate, inside)) or any(y.attr in stops for y in sets):
-                return True
-        elif isinstance(x, ast.Assign | ast.AugAssign) and sets_rate(x) and names_read(x.value) & made:
-            return True
-    return False
+    given = [y for x in calls(method.node, "load_state_dict") for y in x.args]
+    given += [x.value for x in of_kind(method.node, ast.Assign, ast.AugAssign) if sets_rate(x)]
+    tests = [x for x in of_kind(method.node, ast.If, ast.While) if names_read(x.test) & made]
+    under = [y for x in tests for part in (*x.body, *x.orelse) for y in walked(part)]
+    sets = [x.attr for x in under if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store)]
+    is_given = any(names_read(x) & made for x in given)
+    return is_given or any(map(sets_rate, under)) or not set(stops).isdisjoint(sets)
 
 
 @search("")
@@ -156,8 +153,8 @@ def collective(things: Sequence[Any], hooks: Hooks) -> str:
     """
     methods = [x for thing in things for x in functions_in(thing, hooks.given)]
     for method in _reached(methods, hooks.losses):
-        for x in ast.walk(method.node):
-            if not (isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute)):
+        for x in calls(method.node, *_COLLECTIVES, *_SHARED_NAMES):
+            if not isinstance(x.func, ast.Attribute):
                 continue
             owner = ast.unparse(x.func.value).split(".")[-1]
             module = getattr(value_of(method.values, dotted(x.func.value)), "__name__", "")
@@ -165,28 +162,23 @@ def collective(things: Sequence[Any], hooks: Hooks) -> str:
             shared = _SHARED_NAMES if is_torchs or owner in ("accelerator", "strategy") else set()
             if x.func.attr not in _COLLECTIVES | shared:
                 continue
-            if not is_torchs or _makes_loss(method, _results_of(x, method), hooks.losses):
+            # Names that are made from the call's result, or from what the call writes into.
+            given = {y.id for z in x.args[:1] for y in of_kind(z, ast.Name)}
+            given.update(*(names for _, names, value in assignments(method.node) if x in walked(value)))
+            made = made_from(method.node, given, conditions=True, parts=True)
+            if not is_torchs or _makes_loss(method, made, hooks.losses):
                 return (
                     f"{method} calls {ast.unparse(x.func)} ({method.place(x.lineno)}), which sees one replica"
                 )
     return ""
 
 
-def _results_of(call: ast.Call, method: UserFunction) -> set[str]:
-    """Return the names that are made from the result of a call, or that it writes into."""
-    written = {y.id for x in call.args[:1] for y in ast.walk(x) if isinstance(y, ast.Name)}
-    for _, stored, value in assignments(method.node):
-        if any(x is call for x in ast.walk(value)):
-            written |= stored
-    return made_from(method.node, written, conditions=True, parts=True)
-
-
 @search("")
 def skips(thing: Any, hook: str) -> str:
     """Return the method with its line if ``hook`` of ``thing`` is the user's and returns -1, or ""."""
     for method in functions_in(thing):
-        for x in ast.walk(method.node):
-            if method.name == hook and isinstance(x, ast.Return) and x.value and ast.unparse(x.value) == "-1":
+        for x in of_kind(method.node, ast.Return):
+            if method.name == hook and x.value and ast.unparse(x.value) == "-1":
                 return f"{method} ({method.place(x.lineno)})"
     return ""
 
@@ -194,9 +186,7 @@ def skips(thing: Any, hook: str) -> str:
 def logged_by(thing: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield each figure that a method of ``thing`` logs: its name, the method, and the object where shown."""
     for method in functions_in(thing):
-        for x in ast.walk(method.node):
-            if not isinstance(x, ast.Call) or getattr(x.func, "attr", "") not in ("log", "log_dict"):
-                continue
+        for x in calls(method.node, "log", "log_dict"):
             names = x.args[0].keys if x.args and isinstance(x.args[0], ast.Dict) else x.args[:1]
             value = value_of(method.values, dotted(x.args[1])) if len(x.args) > 1 else None
             for name in names:
@@ -209,14 +199,8 @@ def _reached(methods: list[UserFunction], hooks: Collection[str]) -> list[UserFu
     names, new = set(), set(hooks)
     while new:
         names |= new
-        calls = [
-            x.func
-            for method in methods
-            if method.name in new
-            for x in ast.walk(method.node)
-            if isinstance(x, ast.Call)
-        ]
-        new = {x.attr for x in calls if isinstance(x, ast.Attribute)} - names
+        asked = [x.func for method in methods if method.name in new for x in of_kind(method.node, ast.Call)]
+        new = {x.attr for x in asked if isinstance(x, ast.Attribute)} - names
     return [x for x in methods if x.name in names]
 
 
@@ -235,8 +219,8 @@ def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
     kept: dict[str, tuple[UserFunction, int]] = {}
     fresh: set[str] = set()
     for method in methods:
-        branches = [x for x in ast.walk(method.node) if isinstance(x, _BRANCHES)]
-        conditional = {id(y) for x in branches for y in ast.walk(x)}
+        branches = [x for x in walked(method.node) if isinstance(x, _BRANCHES)]
+        conditional = {id(y) for x in branches for y in walked(x)}
         lines = dict(drawn_from(method.node, method.values)) | method.kept()
         for statement, stored, value in assignments(method.node):
             tables = _tables(statement, method)
@@ -252,14 +236,14 @@ def _kept(methods: list[UserFunction]) -> dict[str, tuple[UserFunction, int]]:
 def _tables(statement: ast.AST, method: UserFunction) -> set[str]:
     """Return the tensors and arrays of which an assignment sets some rows, by an index that varies."""
     targets = statement.targets if isinstance(statement, ast.Assign) else []
-    parts = [x for target in targets for x in ast.walk(target) if isinstance(x, ast.Subscript)]
+    parts = [x for target in targets for x in of_kind(target, ast.Subscript)]
     names = {dotted(x.value) for x in parts if not isinstance(x.slice, ast.Constant | ast.Slice)}
     return {x for x in names if isinstance(value_of(method.values, x), torch.Tensor | np.ndarray)}
 
 
 def _results(method: UserFunction) -> Iterator[ast.expr]:
     """Yield the values that the method returns: of a dict, that of the key "loss"."""
-    for x in ast.walk(method.node):
+    for x in walked(method.node):
         if isinstance(x, ast.Return) and x.value is not None:
             keys = [ast.unparse(y) if y else "" for y in getattr(x.value, "keys", ())]
             parts = getattr(x.value, "values", [])
@@ -272,11 +256,8 @@ def _gives(method: UserFunction, made: set[str]) -> bool:
 
 def _makes_loss(method: UserFunction, made: set[str], losses: Collection[str]) -> bool:
     """Whether a loss or a gradient is made from one of these names."""
-    values: list[ast.expr] = []
-    for x in ast.walk(method.node):
-        values += gradient_sources(x)
-        if isinstance(x, ast.Call) and getattr(x.func, "attr", "") in _BACKWARDS:
-            values += x.args
+    values = [y for x in walked(method.node) for y in gradient_sources(x)]
+    values += [y for x in calls(method.node, "backward", "manual_backward") for y in x.args]
     return any(names_read(x) & made for x in values) or (method.name in losses and _gives(method, made))
 
 
@@ -322,12 +303,12 @@ def carried_network(frame: FrameType | None, shared: Iterable[object]) -> str:
     held = {id(y) for x in shared for y in (x.modules() if isinstance(x, torch.nn.Module) else [x])}
     for inner, (loop, *_) in loops_around(frame):
         values, place = {**inner.f_globals, **inner.f_locals}, Path(inner.f_code.co_filename).name
-        loads = [x for x in ast.walk(loop) if isinstance(x, ast.Call) and loads_weights(x)]
-        loaded = {dotted(x.func.value): x.lineno for x in loads if isinstance(x.func, ast.Attribute)}
+        loads = [x.func for x in calls(loop, "load_state_dict")]
+        loaded = {dotted(x.value): x.lineno for x in loads if isinstance(x, ast.Attribute)}
         for name, line in {**moved_names(loop, values), **loaded}.items():
             if not isinstance(module := value_of(values, name), torch.nn.Module) or id(module) in held:
                 continue
-            # What sets the network is no reason to believe that the loss reads it.
+            # The statement that sets the network is not evidence that the loss reads it.
             rest = _without(loop, line)
             if moves_training(rest, made_from(rest, {name})):
                 return f"the training depends on the network {name}, which {place}:{line} sets"
@@ -366,7 +347,7 @@ def _in_loops(tree: ast.AST | None, loops: list[LOOPS], measured: "_Measured", p
             return f"the training depends on {name}, which {place}:{at} measures for the next pass"
     # A gradient is that of all replicas when a limit or a rate goes by it.
     outputs = _Measured(loops[0], measured.values, gradients=False)
-    for node in ast.walk(loops[0]):
+    for node in walked(loops[0]):
         for value in steers_update(node, measured.values):
             if outputs.measures(value):
                 return f"the update depends on what {place}:{value.lineno} measures in one replica"
@@ -382,23 +363,19 @@ def _trains_by_past(loops: list[LOOPS], name: str, measured: "_Measured") -> int
     in each step, gives this replica's data.
     """
     for loop, inner in itertools.zip_longest(loops, loops[1:]):
-        tests = [x for x in ast.walk(loop) if isinstance(x, ast.If) and not x.orelse]
-        tested = {id(y) for x in tests for part in x.body for y in ast.walk(part)}
-        parts = [x for x in ast.walk(loop) if isinstance(x, ast.Name | ast.Attribute) and dotted(x) == name]
+        tests = [x for x in of_kind(loop, ast.If) if not x.orelse]
+        tested = {id(y) for x in tests for part in x.body for y in walked(part)}
+        parts = [x for x in of_kind(loop, ast.Name, ast.Attribute) if dotted(x) == name]
         stored = [x for x in parts if isinstance(x.ctx, ast.Store) and id(x) not in tested]
         first, column = min(((x.lineno, x.col_offset) for x in stored), default=(0, 0))
         is_after = inner is not None and first > (inner.end_lineno or 0)
         sets = [value for _, names, value in assignments(loop) if name in names]
         if not is_after and all(map(measured.asks_others, sets)):
             continue
-        for node in ast.walk(loop):
-            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.If):
-                read = names_read(node.test if isinstance(node, ast.If) else node)
-                if (node.lineno, node.col_offset) > (first, column) or name not in read:
-                    continue
-                made = made_from(loop, set(stores(node.body if isinstance(node, ast.If) else [node])))
-                if moves_training(node, {name}) or (made and moves_training(loop, made)):
-                    return first
+        for node in of_kind(loop, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.If):
+            is_before = (node.lineno, node.col_offset) <= (first, column)
+            if is_before and trains_by_value(loop, node, name):
+                return first
     return 0
 
 
@@ -415,11 +392,11 @@ class _Measured:
         size = -1
         while size != len(self.names):
             size = len(self.names)
-            for node in ast.walk(loop):
+            for node in walked(loop):
                 if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
                     if node.value is not None and self.measures(node.value):
                         # ``step = train(model, step)`` measures none of the whole numbers that it gets.
-                        given = {x.id for x in ast.walk(node.value) if isinstance(x, ast.Name)}
+                        given = {x.id for x in of_kind(node.value, ast.Name)}
                         counts = {name for name in given if type(self.values.get(name)) is int}
                         self.names |= set(stores([node])) - counts
                         # So is a table into which it is put under a key that varies.
@@ -479,27 +456,24 @@ class _Measured:
         """Say which copy of weights, as the pass of an outer loop begins with, an inner loop trains by."""
 
         def reads(node: ast.AST) -> bool:
-            calls = [x for x in ast.walk(node) if isinstance(x, ast.Call) and called(x) in _WEIGHTS]
-            return any(self._is_model(x.func.value) for x in calls if isinstance(x.func, ast.Attribute))
+            asked = [x.func for x in calls(node, *_WEIGHTS)]
+            return any(self._is_model(x.value) for x in asked if isinstance(x, ast.Attribute))
 
         for outer, inner in itertools.pairwise(loops):
-            within = {id(x) for x in ast.walk(inner)}
-            heads = [x for x in ast.walk(outer) if isinstance(x, ast.For) and reads(x.iter)]
+            within = set(walked(inner))
+            heads = [x for x in of_kind(outer, ast.For) if reads(x.iter)]
             parts = set(stores([x.target for x in heads]))
             for statement, stored, value in assignments(outer):
-                is_copy = any(isinstance(x, ast.Call) and called(x) in _COPIES for x in ast.walk(value))
-                if not is_copy or id(statement) in within or not (reads(value) or names_read(value) & parts):
-                    continue
-                for name in stored:
+                is_copy = calls(value, *_COPIES) and (reads(value) or names_read(value) & parts)
+                for name in stored if is_copy and statement not in within else ():
                     if moves_training(inner, made_from(inner, {name})):
-                        return (
-                            f"the training depends on {name}, in which {place}:{value.lineno} keeps weights"
-                        )
+                        where = f"{place}:{value.lineno}"
+                        return f"the training depends on {name}, in which {where} keeps weights"
         return ""
 
     def asks_others(self, node: ast.AST) -> bool:
         """Whether an expression calls something that is neither a model nor torch's."""
-        roots = [dotted(x.func).partition(".")[0] for x in ast.walk(node) if isinstance(x, ast.Call)]
+        roots = [dotted(x.func).partition(".")[0] for x in of_kind(node, ast.Call)]
         others = [x for x in map(self.values.get, roots) if x is not None]
         torchs = (torch.nn.Module, torch.Tensor)
         names = [getattr(x, "__name__", "") for x in others if not isinstance(x, torchs)]
@@ -519,11 +493,11 @@ def _returns_figure(function: UserFunction) -> bool:
     """Whether a function without the model among its arguments returns what the model gives, or a time."""
 
     def asks(node: ast.AST) -> bool:
-        names = [dotted(x.func) for x in ast.walk(node) if isinstance(x, ast.Call)]
+        names = [dotted(x.func) for x in of_kind(node, ast.Call)]
         values = [value_of(function.values, x) for x in names]
         return not _CLOCKS.isdisjoint(names) or any(isinstance(x, torch.nn.Module) for x in values)
 
-    sets = [x for x in ast.walk(function.node) if isinstance(x, ast.Assign | ast.AugAssign) and asks(x.value)]
+    sets = [x for x in of_kind(function.node, ast.Assign, ast.AugAssign) if asks(x.value)]
     figures = made_from(function.node, set(stores(sets)))
-    results = [x.value for x in ast.walk(function.node) if isinstance(x, ast.Return) and x.value is not None]
+    results = [x.value for x in of_kind(function.node, ast.Return) if x.value is not None]
     return any(names_read(x) & figures or asks(x) for x in results)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fabric.client
-from fabric.client.loop.loop_source import carried_names, check_exchange_loop, unbound_names
+from fabric.client.loop.loop_source import StepLoop, check_exchange_loop
 from fabric.client.loop.user_functions import search
 from fabric.errors import ConfigError
 
@@ -98,6 +98,16 @@ QUIET = {
     "known": INNER + "print(model)\nfor x in step:\n    model = 1",
     "after a break": INNER + "break\nprint(loss)",
 }
+
+
+def unbound_names(source, line, bound):
+    loop = StepLoop.at(source, line)
+    return list(loop.unbound(bound)) if loop is not None else []
+
+
+def carried_names(source, line):
+    loop = StepLoop.at(source, line)
+    return list(loop.that_train(loop.carried)) if loop is not None else []
 
 
 def in_loop(body, head="for step in session.steps(data, until=9):"):

@@ -602,6 +602,11 @@ def test_a_network_that_is_shared_or_that_no_loss_reads_is_left_alone(search, co
     assert search(TARGET.format(shares, read, copy)) == ""
 
 
+def test_a_network_that_is_set_when_its_own_figure_says_so_is_left_alone(search):
+    copy = "score = target(x).mean()\n            if score < 1: target.load_state_dict(model.state_dict())"
+    assert search(TARGET.format("", "model", copy)) == ""
+
+
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_a_loop_that_counts_is_left_alone(search, name):
     assert search(LEFT_ALONE[name]) == ""

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from fabric.client.loop.loop_flow import GROWS, dotted, holder, stores
+from fabric.client.loop.loop_flow import GROWS, dotted, holder, stores, walked
 from fabric.client.loop.user_functions import attributes_of, functions_in, methods_of, search
 
 _SAMPLES = 16  # of a list or a tensor, evenly spread
@@ -52,7 +52,7 @@ def _changed_later(dataset: Any) -> set[str]:
     """Return the attributes that the data set's own methods change after it was made, such as a cache."""
     changed = set[str]()
     for method in functions_in(dataset):
-        nodes = list(ast.walk(method.node)) if method.name != "__init__" else []
+        nodes = list(walked(method.node)) if method.name != "__init__" else []
         puts = [x for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.ctx, ast.Store | ast.Del)]
         calls = [x.func for x in nodes if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute)]
         paths = {*stores(nodes), *map(holder, puts)}

@@ -19,6 +19,7 @@ from fabric.client.gradients.bucket_stream import changed_early
 from fabric.client.loop.loop_flow import (
     LOOPS,
     called,
+    calls,
     carry,
     dotted,
     early_change,
@@ -26,7 +27,9 @@ from fabric.client.loop.loop_flow import (
     inside,
     made_from,
     names_read,
+    of_kind,
     stores,
+    walked,
 )
 from fabric.client.loop.unshared_objects import OptimizerWatch, belongs
 from fabric.client.loop.user_functions import (
@@ -69,9 +72,9 @@ def made_each_pass(source: RunningSource) -> Iterator[tuple[ast.Assign, Any]]:
     """
     if isinstance(source.node, LOOPS) and _chooses(source.node):
         return
-    branches = [x for x in ast.walk(source.node) if isinstance(x, ast.If | ast.Match | ast.ExceptHandler)]
-    at_times = {y for x in branches for y in ast.walk(x)}
-    for x in (y for y in ast.walk(source.node) if y not in at_times):
+    branches = of_kind(source.node, ast.If, ast.Match, ast.ExceptHandler)
+    at_times = {y for x in branches for y in walked(x)}
+    for x in (y for y in walked(source.node) if y not in at_times):
         if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call):
             maker = callee(source.values, dotted(x.value.func))
             for name in stores(x.targets):
@@ -139,7 +142,7 @@ def refuse_later_changes(frame: FrameType | None, model: torch.nn.Module, watch:
                         f"loop, and a job is one training: {ONE_TRAINING}"
                     )
         loop = sources[0].node
-        inner = [x for x in ast.walk(loop) if isinstance(x, ast.For | ast.AsyncFor)]
+        inner = of_kind(loop, ast.For, ast.AsyncFor)
         carried = dict[str, int]()
         carry([loop], set(), carried)  # type: ignore[list-item]
         counts = {name for x in inner for name in stores([x.target])} | set(carried)
@@ -155,7 +158,7 @@ def refuse_later_hooks(things: Iterable[Any], given: Mapping[str, Any], model: t
     states = _States({id(p) for p in model.parameters()})
     for function in (x for thing in things for x in functions_in(thing, given)):
         if function.name.startswith(_HOOKS):
-            tests = [x.test for x in ast.walk(function.node) if isinstance(x, ast.If)]
+            tests = [x.test for x in of_kind(function.node, ast.If)]
             counts = {x for x in names_read(function.node) if x.rpartition(".")[2] in _COUNTS}
             source = RunningSource(function.node, function.values, function.file)
             states.refuse(source, counts.union(*map(names_read, tests)))
@@ -172,10 +175,10 @@ def refuse_early_changes(things: Iterable[Any]) -> None:
 def refuse_changed_batches(things: Iterable[Any]) -> None:
     """Raise ConfigError where ``on_train_batch_start`` of ``things`` changes the batch in place."""
     for function in (x for thing in things for x in functions_in(thing) if x.name == "on_train_batch_start"):
-        names, nodes = made_from(function.node, {"batch"}), list(ast.walk(function.node))
-        calls = [x.func for x in nodes if isinstance(x, ast.Call) and called(x).endswith("_")]
-        changed = [x.value for x in calls if isinstance(x, ast.Attribute)]
-        changed += [x for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.ctx, ast.Store)]
+        names = made_from(function.node, {"batch"})
+        changing = [x.func for x in of_kind(function.node, ast.Call) if called(x).endswith("_")]
+        changed = [x.value for x in changing if isinstance(x, ast.Attribute)]
+        changed += [x for x in of_kind(function.node, ast.Subscript) if isinstance(x.ctx, ast.Store)]
         for x in (x for x in changed if holder(x).partition(".")[0] in names):
             raise ConfigError(
                 f"{function} ({function.place(x.lineno)}) changes the batch, and does not run for what a "
@@ -186,8 +189,8 @@ def refuse_changed_batches(things: Iterable[Any]) -> None:
 def _stepping(loop: RunningSource) -> Iterator[torch.optim.Optimizer]:
     """Yield the optimizers that a loop lets make a step, and has not made itself."""
     own = set(stores([loop.node]))
-    for x in ast.walk(loop.node):
-        if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr == "step":
+    for x in calls(loop.node, "step"):
+        if isinstance(x.func, ast.Attribute):
             value = value_of(loop.values, dotted(x.func.value))
             if isinstance(value, torch.optim.Optimizer) and dotted(x.func.value) not in own:
                 yield value
@@ -202,7 +205,7 @@ def makes(maker: Any, kind: type, depth: int = 0) -> bool:
 
 
 def _makes_in(function: UserFunction, kind: type, depth: int = 0) -> bool:
-    calls = [dotted(x.func) for x in ast.walk(function.node) if isinstance(x, ast.Call)]
+    calls = [dotted(x.func) for x in of_kind(function.node, ast.Call)]
     return any(makes(callee(function.values, name), kind, depth) for name in calls)
 
 
@@ -219,8 +222,8 @@ def _trains(value: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
 def _chooses(loop: ast.stmt, line: int = 0) -> bool:
     """Whether a loop leaves passes out, or ends, by a test, or comes to ``line`` by one."""
     leaves = {x for x, is_own in inside(loop) if is_own and isinstance(x, ast.Continue | ast.Break)}
-    tests = [x for x in ast.walk(loop) if isinstance(x, ast.If | ast.Match)]
-    return any(x.lineno <= line <= (x.end_lineno or 0) or leaves.intersection(ast.walk(x)) for x in tests)
+    tests = of_kind(loop, ast.If, ast.Match)
+    return any(x.lineno <= line <= (x.end_lineno or 0) or leaves.intersection(walked(x)) for x in tests)
 
 
 def _runs_once(source: RunningSource) -> bool:
@@ -228,8 +231,8 @@ def _runs_once(source: RunningSource) -> bool:
     loop = source.node
     for node, is_own in inside(loop):
         if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and is_own):
-            branches = (x for x in ast.walk(loop) if isinstance(x, ast.If | ast.Match | ast.ExceptHandler))
-            if not any(node in ast.walk(x) for x in branches):
+            branches = of_kind(loop, ast.If, ast.Match, ast.ExceptHandler)
+            if not any(node in walked(x) for x in branches):
                 return True
     if not isinstance(loop, ast.For | ast.AsyncFor):
         return False
@@ -268,9 +271,9 @@ class _States(Value):
         self, source: RunningSource, changing: set[str], depth: int = 0
     ) -> Iterator[tuple[Any, bool, bool]]:
         """Yield each node that sets a state, the state, and whether it changes one in a later pass."""
-        tests = [x for x in ast.walk(source.node) if isinstance(x, ast.If) and names_read(x.test) & changing]
-        under = {y for x in tests for part in (*x.body, *x.orelse) for y in ast.walk(part)}
-        for x in ast.walk(source.node):
+        tests = [x for x in of_kind(source.node, ast.If) if names_read(x.test) & changing]
+        under = {y for x in tests for part in (*x.body, *x.orelse) for y in walked(part)}
+        for x in walked(source.node):
             target, value = _sets_state(x)
             if target is not None and value is not None:
                 things = _things(source, target)
@@ -324,7 +327,7 @@ def _sets_state(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
 def _things(source: RunningSource, target: ast.expr) -> Iterator[Any]:
     """Yield the objects that an expression names: also those over which its name goes in a loop."""
     name = dotted(target)
-    loops = [x for x in ast.walk(source.node) if isinstance(x, ast.For) and name in set(stores([x.target]))]
+    loops = [x for x in of_kind(source.node, ast.For) if name in set(stores([x.target]))]
     for loop in loops:
         over = loop.iter
         while isinstance(over, ast.Call) and called(over) in _ALL and isinstance(over.func, ast.Attribute):

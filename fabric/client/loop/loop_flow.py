@@ -1,7 +1,9 @@
 """Follows the names of a loop: those made from their own old value, and those it trains with or ends by."""
 
 import ast
-from collections.abc import Callable, Container, Iterable, Iterator
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator, Set
+from typing import Any
 
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -19,6 +21,22 @@ _ORDERS = ast.Lt | ast.LtE | ast.Gt | ast.GtE
 _OF_HEALTH = {"isnan", "isinf", "isfinite"}  # a loop that ends by such a test ends with its job
 
 
+@functools.lru_cache(maxsize=50_000)
+def walked(node: ast.AST) -> tuple[ast.AST, ...]:
+    """Return the parts of a node with the node itself. Each node is walked once."""
+    return tuple(ast.walk(node))
+
+
+def of_kind(node: ast.AST, *kinds: type[ast.AST]) -> list[Any]:
+    """Return the parts of these kinds."""
+    return [x for x in walked(node) if isinstance(x, kinds)]
+
+
+def calls(node: ast.AST, *names: str) -> list[ast.Call]:
+    """Return the calls in a node whose last name is one of these."""
+    return [x for x in of_kind(node, ast.Call) if called(x) in names]
+
+
 def carry(statements: Iterable[ast.stmt], fresh: set[str], carried: dict[str, int]) -> set[str]:
     """Add the names that these statements make from their own old value. Return the names that may have a
     value of this step after them. ``fresh``: those that may have one before.
@@ -28,7 +46,7 @@ def carry(statements: Iterable[ast.stmt], fresh: set[str], carried: dict[str, in
         if isinstance(node, SCOPES):
             continue
         if isinstance(node, ast.If):
-            orders = [x for x in ast.walk(node.test) if isinstance(x, ast.Compare)]
+            orders = of_kind(node.test, ast.Compare)
             orders = [x for x in orders if any(isinstance(op, _ORDERS) for op in x.ops)]
             compared = {name for x in orders for name in names_read(x)}
             for name in (compared & set(stores([*node.body, *node.orelse]))) - fresh:
@@ -71,7 +89,7 @@ def _is_converted(node: ast.stmt) -> bool:
 
 def loops_at(tree: ast.AST, line: int) -> list[ast.For | ast.AsyncFor | ast.While]:
     """Return the loops around a line within its function, the outermost first."""
-    statements = [x for x in ast.walk(tree) if isinstance(x, ast.stmt)]
+    statements = of_kind(tree, ast.stmt)
     around = [x for x in statements if x.lineno <= line <= (x.end_lineno or 0)]
     functions = [x for x in around if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
     begin = functions[-1].lineno if functions else 0
@@ -83,7 +101,7 @@ def made_from(loop: ast.AST, sources: set[str], conditions: bool = False, parts:
 
     ``parts``: a thing is made from what is put into a part of it.
     """
-    made, size, nodes = set(sources), 0, list(ast.walk(loop))
+    made, size, nodes = set(sources), 0, list(walked(loop))
     branches = ast.If | ast.While if parts else ast.If
     while size != len(made):
         size = len(made)
@@ -96,11 +114,19 @@ def made_from(loop: ast.AST, sources: set[str], conditions: bool = False, parts:
             elif conditions and isinstance(node, branches) and names_read(node.test) & made:
                 body = [x for x in (*node.body, *node.orelse) if not (parts and _clears(x))]
                 made |= set(stores(body))
-                inside = [x for part in body for x in ast.walk(part)]
+                inside = [x for part in body for x in walked(part)]
                 made |= {name for x in inside for name, _ in _put_into(x)} if parts else set()
             if parts:
                 made |= {name for name, given in _put_into(node) if given & made}
     return made - {""}
+
+
+def pairs(target: ast.expr, given: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """Return the targets of a loop with what each goes over, as of zip and enumerate."""
+    if not isinstance(given, ast.Call) or called(given) not in ("enumerate", "zip"):
+        return [(target, given)]
+    sources = given.args if called(given) == "zip" else [ast.Constant(0), *given.args]
+    return list(zip(getattr(target, "elts", ()), sources, strict=False))
 
 
 def assignments(node: ast.AST) -> Iterator[tuple[ast.AST, set[str], ast.expr]]:
@@ -108,10 +134,10 @@ def assignments(node: ast.AST) -> Iterator[tuple[ast.AST, set[str], ast.expr]]:
 
     Where it sets a part of a list, dict or tensor, it sets this one.
     """
-    for x in ast.walk(node):
+    for x in walked(node):
         if isinstance(x, _ASSIGNMENTS) and x.value is not None:
             targets = x.targets if isinstance(x, ast.Assign) else [x.target]
-            parts = [y for target in targets for y in ast.walk(target) if isinstance(y, ast.Subscript)]
+            parts = [y for target in targets for y in of_kind(target, ast.Subscript)]
             held = {dotted(y.value) for y in parts if isinstance(y.ctx, ast.Store)} - {""}
             yield x, {*stores(targets), *held}, x.value
 
@@ -122,7 +148,7 @@ def moves_training(loop: ast.AST, made: set[str]) -> bool:
     A loss, a gradient, a limit for the gradient or a value of the optimizer's groups is made from it, or a
     test of it sets such a value or loads weights.
     """
-    for node in ast.walk(loop):
+    for node in walked(loop):
         if isinstance(node, ast.Call) and called(node) == "backward" and names_read(node) & made:
             return True
         if isinstance(node, ast.Call | ast.Assign | ast.AugAssign):
@@ -132,9 +158,17 @@ def moves_training(loop: ast.AST, made: set[str]) -> bool:
         if any(names_read(x) & made for x in gradient_sources(node)):
             return True
         is_tested = isinstance(node, ast.If) and names_read(node.test) & made
-        if is_tested and any(sets_rate(x) or loads_weights(x) for x in ast.walk(node)):
+        if is_tested and (calls(node, "load_state_dict") or any(map(sets_rate, walked(node)))):
             return True
     return False
+
+
+def trains_by_value(loop: ast.AST, node: ast.AST, name: str) -> bool:
+    """Return whether a loop trains by the value of a name that its statement ``node``, or a test, reads."""
+    if name not in names_read(node.test if isinstance(node, ast.If) else node):
+        return False
+    made = set(stores(node.body if isinstance(node, ast.If) else [node]))
+    return moves_training(node, {name}) or bool(made and moves_training(loop, made_from(loop, made)))
 
 
 def gradient_sources(node: ast.AST) -> list[ast.expr]:
@@ -156,7 +190,7 @@ def early_change(inner: ast.AST, but: Container[ast.AST] = ()) -> int:
 
     ``but``: nodes that do not count.
     """
-    nodes = [x for x in ast.walk(inner) if isinstance(x, ast.expr | ast.stmt) and x not in but]
+    nodes: list[ast.expr | ast.stmt] = [x for x in of_kind(inner, ast.expr, ast.stmt) if x not in but]
     loops = [x for x in nodes if isinstance(x, ast.For) and "param" in ast.unparse(x.iter)]
     parameters = {name for x in loops for name in stores([x.target])}
     for node in nodes:
@@ -168,10 +202,7 @@ def early_change(inner: ast.AST, but: Container[ast.AST] = ()) -> int:
             changed = node.func
         else:
             continue
-        if (
-            _in_gradient(changed)
-            and {x.id for x in ast.walk(changed) if isinstance(x, ast.Name)} & parameters
-        ):
+        if _in_gradient(changed) and {x.id for x in of_kind(changed, ast.Name)} & parameters:
             return node.lineno
     return 0
 
@@ -184,20 +215,14 @@ def _in_gradient(node: ast.expr) -> bool:
     return False
 
 
-def loads_weights(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and called(node) == "load_state_dict"
-
-
 def kept_weights(tree: ast.AST, loop: ast.stmt, names: set[str]) -> Iterator[tuple[str, int]]:
     """Yield the names that get a copy of weights under a test of ``names``, and that the script loads."""
-    loads = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and loads_weights(x)]
+    loads = calls(tree, "load_state_dict")
     loaded = {name for call in loads for x in call.args for name in names_read(x)}
-    for test in ast.walk(loop):
-        if isinstance(test, ast.If) and names_read(test.test) & names:
-            for node in (y for part in test.body for y in ast.walk(part)):
-                if isinstance(node, ast.Assign) and any(
-                    isinstance(x, ast.Call) and called(x) == "state_dict" for x in ast.walk(node.value)
-                ):
+    for test in of_kind(loop, ast.If):
+        if names_read(test.test) & names:
+            for node in (y for part in test.body for y in of_kind(part, ast.Assign)):
+                if calls(node.value, "state_dict"):
                     yield from ((name, node.lineno) for name in stores([node]) if name in loaded)
 
 
@@ -234,7 +259,7 @@ def ends_by(
 
 
 def asks_for_health(test: ast.expr) -> bool:
-    return any(isinstance(x, ast.Call) and called(x) in _OF_HEALTH for x in ast.walk(test))
+    return bool(calls(test, *_OF_HEALTH))
 
 
 def inside(node: ast.AST, is_own: bool = True) -> Iterator[tuple[ast.AST, bool]]:
@@ -245,7 +270,7 @@ def inside(node: ast.AST, is_own: bool = True) -> Iterator[tuple[ast.AST, bool]]
             yield from inside(child, is_own and not isinstance(child, LOOPS))
 
 
-def _put_into(node: ast.AST) -> Iterator[tuple[str, set[str]]]:
+def _put_into(node: ast.AST) -> Iterator[tuple[str, Set[str]]]:
     """Yield each thing into which a statement puts something, with the names that it reads for that."""
     if isinstance(node, ast.Assign | ast.AugAssign):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -275,10 +300,11 @@ def holder(node: ast.expr) -> str:
     return dotted(node)
 
 
-def names_read(node: ast.AST) -> set[str]:
+@functools.lru_cache(maxsize=50_000)
+def names_read(node: ast.AST) -> frozenset[str]:
     """Return the names that a node reads or deletes, and attributes as ``self.count``."""
-    parts = [x for x in ast.walk(node) if isinstance(x, ast.Name | ast.Attribute)]
-    return {dotted(x) for x in parts if not isinstance(x.ctx, ast.Store)} - {""}
+    read = [x for x in walked(node) if isinstance(x, ast.Name | ast.Attribute)]
+    return frozenset(dotted(x) for x in read if not isinstance(x.ctx, ast.Store)) - {""}
 
 
 def dotted(node: ast.expr) -> str:
@@ -308,7 +334,7 @@ def stores(nodes: Iterable[ast.AST]) -> Iterator[str]:
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
             yield node.name
         if isinstance(node, COMPREHENSIONS):
-            yield from (x.target.id for x in ast.walk(node) if isinstance(x, ast.NamedExpr))
+            yield from (x.target.id for x in of_kind(node, ast.NamedExpr))
         elif isinstance(node, ast.AnnAssign) and node.value is None:
             continue
         elif not isinstance(node, SCOPES):

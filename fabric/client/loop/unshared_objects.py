@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, stores
+from fabric.client.loop.loop_flow import LOOPS, called, carry, dotted, pairs, stores, walked
 from fabric.client.loop.user_functions import (
     RunningSource,
     UserFunction,
@@ -365,7 +365,7 @@ class _AverageSource:
             carry([node], set(), carried)
         own = dict.fromkeys(set(stores(ast.iter_child_nodes(node))) - {*carried}, _NONE)
         self._source, self._names, self._fresh = source, {**own, **given}, set()
-        nodes = list(ast.walk(node))
+        nodes = list(walked(node))
         for x in (*nodes, *nodes):  # a name may get what a later statement marks
             if isinstance(x, ast.Assign):
                 self._give(x.targets[0], x.value)
@@ -403,9 +403,8 @@ class _AverageSource:
     def _give(self, target: ast.expr, source: ast.expr) -> None:
         """Mark the names of a target with what they get."""
         parts, by = list(getattr(target, "elts", ())), called(source) if isinstance(source, ast.Call) else ""
-        if isinstance(source, ast.Call) and parts and by in ("zip", "enumerate"):
-            given = source.args if by == "zip" else [ast.Constant(0), *source.args]
-            for part, x in zip(parts, given, strict=False):
+        if parts and by in ("zip", "enumerate"):
+            for part, x in pairs(target, source):
                 self._give(part, x)
         elif len(parts) == 2 and by in ("items", "named_parameters", "named_buffers"):
             self._give(parts[1], source)
@@ -414,7 +413,7 @@ class _AverageSource:
                 self._give(part, source)
         elif isinstance(target, ast.Name) and target.id in self._names:
             self._names[target.id] |= self._marks(source)
-            if any(isinstance(x, ast.BinOp) or getattr(x, "attr", "") in _COPY for x in ast.walk(source)):
+            if any(isinstance(x, ast.BinOp) or getattr(x, "attr", "") in _COPY for x in walked(source)):
                 self._fresh.add(target.id)
 
     def _write(self, node: ast.AST) -> None:

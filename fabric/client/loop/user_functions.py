@@ -39,8 +39,10 @@ from fabric.client.loop.loop_flow import (
     made_from,
     moves_training,
     names_read,
+    of_kind,
     sets_rate,
     stores,
+    walked,
 )
 from fabric.errors import FabricError
 
@@ -114,9 +116,7 @@ def kept_by_loop(
 
     ``fed``: whether a statement that calls a method gives it what a replica that joins has not seen.
     """
-    for call in (
-        x.value for x in ast.walk(loop) if isinstance(x, ast.Expr) and isinstance(x.value, ast.Call)
-    ):
+    for call in (x.value for x in of_kind(loop, ast.Expr) if isinstance(x.value, ast.Call)):
         owner, _, method = dotted(call.func).rpartition(".")
         thing = value_of(values, owner) if owner else None
         if thing is None or id(thing) in shared or isinstance(thing, torch.nn.Module) or not fed(call):
@@ -128,7 +128,7 @@ def kept_by_loop(
                 read = {f"{owner}.{x.partition('.')[2]}" for x in symbols if x.startswith(f"{id(thing)}.")}
                 if moves_training(loop, made_from(loop, read)):
                     return f"{name}, which {keeper} keeps from call to call ({keeper.place(line)})"
-    for name in sorted({dotted(x.func) for x in ast.walk(loop) if isinstance(x, ast.Call)} - {""}):
+    for name in sorted({dotted(x.func) for x in of_kind(loop, ast.Call)} - {""}):
         value = callee(values, name)
         if isinstance(value, torch.nn.Module):  # one with parameters is watched, or refused
             is_free = id(value) not in shared and next(value.parameters(), None) is None
@@ -157,7 +157,7 @@ def drawn_from(node: ast.AST, values: Mapping[str, Any]) -> Iterator[tuple[str, 
 
     ``values``: the objects of the names. torch's own generator is not one of them.
     """
-    for x in (x for x in ast.walk(node) if isinstance(x, ast.Call)):
+    for x in of_kind(node, ast.Call):
         held = x.func.value if isinstance(x.func, ast.Attribute) else x.func
         for name in map(dotted, (held, *x.args, *(z.value for z in x.keywords))):
             drawn = value_of(values, name)
@@ -184,7 +184,7 @@ def steers_update(node: ast.AST, values: Mapping[str, Any]) -> list[ast.expr]:
             return given
         return given[1:] if called(node) in CLIPS else []
     if isinstance(node, ast.If) and not asks_for_health(node.test):
-        chosen = [y for part in (*node.body, *node.orelse) for y in ast.walk(part)]
+        chosen = [y for part in (*node.body, *node.orelse) for y in walked(part)]
         if any(sets_rate(x) or is_step_of(x, Optimizer | torch.amp.GradScaler) for x in chosen):
             return [node.test]
     return []
@@ -198,7 +198,7 @@ def steers_forward(module: torch.nn.Module, attribute: str) -> bool:
     while new:
         names |= new
         called_ones = [node for name, node in methods.items() if name in names]
-        reads = {x.attr for node in called_ones for x in ast.walk(node) if isinstance(x, ast.Attribute)}
+        reads = {x.attr for node in called_ones for x in of_kind(node, ast.Attribute)}
         new = (reads & set(methods)) - names
     is_read = any(
         f"{node.args.args[0].arg}.{attribute}" in names_read(node)
@@ -343,10 +343,10 @@ class UserFunction:
     def kept(self) -> dict[str, int]:
         """Return the names that a call makes from the value of an earlier call, each with its line."""
         names = dict[str, int]()
-        arguments = {x.arg for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
+        arguments = {x.arg for x in of_kind(self.node.args, ast.arg)}
         carry(self.node.body, arguments - {self.me}, names)
         names |= changed_in_place(self.node)
-        for x in (x for x in ast.walk(self.node) if isinstance(x, ast.Call)):
+        for x in of_kind(self.node, ast.Call):
             name = dotted(x.func.value) if isinstance(x.func, ast.Attribute) else ""
             is_change = called(x).endswith("_") and called(x) not in _FRESH
             if is_change and isinstance(value_of(self.values, name), torch.Tensor):
@@ -356,7 +356,7 @@ class UserFunction:
 
     def left(self) -> dict[str, int]:
         """Return the names that each call reads, and then sets to another value."""
-        tests = [x for x in ast.walk(self.node) if isinstance(x, ast.Compare)]
+        tests = of_kind(self.node, ast.Compare)
         looks_up = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
         if any(isinstance(op, looks_up) and f"{self.me}." in ast.unparse(x) for x in tests for op in x.ops):
             return {}  # a cache of the newest part of the data
@@ -394,7 +394,7 @@ def changed_in_place(node: ast.AST) -> dict[str, int]:
     """Return the names whose content a node makes from the old one, or moves on, each with its line."""
     names: dict[str, int] = {}
     fills = set(_fills(node))
-    for x in ast.walk(node):
+    for x in walked(node):
         if isinstance(x, ast.Assign | ast.AugAssign) and x not in fills:
             for target in x.targets if isinstance(x, ast.Assign) else [x.target]:
                 name = holder(target) if isinstance(target, ast.Subscript) else ""
@@ -404,7 +404,7 @@ def changed_in_place(node: ast.AST) -> dict[str, int]:
             names.setdefault(dotted(x.args[0]), x.lineno)
         elif isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in GROWS:
             name = holder(x.func.value)
-            lists = [y for y in ast.walk(node) if isinstance(y, ast.Subscript) and dotted(y.value) == name]
+            lists = [y for y in of_kind(node, ast.Subscript) if dotted(y.value) == name]
             if all(
                 isinstance(y.slice, ast.Constant | ast.UnaryOp | ast.Slice) for y in lists
             ):  # else a cache
@@ -432,8 +432,8 @@ def _fills(node: ast.AST) -> Iterator[ast.AST]:
     They lie under ``if not self.done[i]:`` or ``if i not in self.done:`` that marks the index, or under
     ``if isinstance(self.items[i], str):`` that loads the item.
     """
-    for branch in (x for x in ast.walk(node) if isinstance(x, ast.If)):
-        inner, test = [x for part in branch.body for x in ast.walk(part)], branch.test
+    for branch in of_kind(node, ast.If):
+        inner, test = [x for part in branch.body for x in walked(part)], branch.test
         puts = {ast.unparse(x.targets[0]): x for x in inner if isinstance(x, ast.Assign)}
         marks = {item for item, x in puts.items() if ast.unparse(x.value) in ("True", "1")}
         adds = [x for x in inner if isinstance(x, ast.Call) and called(x) == "add" and len(x.args) == 1]
@@ -459,7 +459,7 @@ def _gives(function: UserFunction, made: set[str], conditions: bool) -> bool:
         if isinstance(x, results) and x.value is not None and names_read(x.value) & made:
             return True
         decides = conditions and isinstance(x, ast.If) and names_read(x.test) & made
-        if decides and any(isinstance(y, results) for y in ast.walk(x)):
+        if decides and any(isinstance(y, results) for y in walked(x)):
             return True
     return False
 
@@ -521,16 +521,14 @@ class _Reached:
             self.entries.add(function)
         if not is_new or len(self._functions) > _FUNCTIONS:
             return
-        for x in ast.walk(function.node):
-            if (
-                isinstance(x, ast.Attribute)
-                and (owner := value_of(function.values, dotted(x.value))) is not None
-            ):
+        for x in of_kind(function.node, ast.Attribute):
+            owner = value_of(function.values, dotted(x.value))
+            if owner is not None:
                 self._method(owner, x.attr, function)
-            if isinstance(x, ast.Call) and not isinstance(
-                called := value_of(function.values, dotted(x.func)), type
-            ):
-                self._look(called, 0)
+        for made in of_kind(function.node, ast.Call):
+            value = value_of(function.values, dotted(made.func))
+            if not isinstance(value, type):
+                self._look(value, 0)
 
 
 def functions_in(thing: Any, given: Mapping[str, Any] = MappingProxyType({})) -> list[UserFunction]:
@@ -588,7 +586,7 @@ def functions_of(file: str) -> dict[int, ast.FunctionDef]:
     tree = parsed("".join(linecache.getlines(file)))
     if tree is None:
         return {}
-    functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
+    functions = of_kind(tree, ast.FunctionDef)
     return {min([x.lineno, *(y.lineno for y in x.decorator_list)]): x for x in functions}
 
 

@@ -32,7 +32,7 @@ from fabric.client.data.sample_plan import SamplePlan, SamplerOrder, indices_of,
 from fabric.client.data.sampler import StepSampler
 from fabric.client.loop.data_content import content_digest
 from fabric.client.loop.later_changes import made_each_pass, repeated
-from fabric.client.loop.loop_flow import GROWS, dotted, names_read, stores
+from fabric.client.loop.loop_flow import GROWS, dotted, names_read, stores, walked
 from fabric.client.loop.loop_source import refuse_memory
 from fabric.client.loop.user_functions import functions_in, search, value_of
 from fabric.client.process.rank_group import RankGroup
@@ -572,7 +572,7 @@ def _growing(node: ast.AST, values: Mapping[str, Any], data: Any, follows: bool 
     methods = {x.name: x for x in functions_in(data)}
     length = methods.get("__len__")
     counted = {x.rpartition(".")[2] for x in names_read(length.node)} if length is not None else None
-    for x in ast.walk(node):
+    for x in walked(node):
         name = ""
         if isinstance(x, ast.AugAssign) and isinstance(x.op, ast.Add):
             name = dotted(x.target) if isinstance(value_of(values, dotted(x.target)), list | deque) else ""

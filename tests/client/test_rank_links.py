@@ -18,10 +18,10 @@ async def test_messages_of_a_rank_before_rank_0_listens_are_heard():
     """Under load rank 0 may still prepare its part when the other ranks are ready."""
     links, heard, lost = RankLinks(0, 7), [], []
     pairs = [socket.socketpair() for _ in range(2)]
-    ready = RankOutcome(io.Ready(0, "digest"))
+    ready = io.Ready(0, "digest")
     for rank, (mine, theirs) in enumerate(pairs, 1):
         links.accept(greeting(rank), theirs)
-        mine.sendall(frame(encode_outcome(ready)))
+        mine.sendall(frame(encode_outcome(RankOutcome(ready))))
     pairs[1][0].close()  # rank 2 dies at the same early moment
     links.voices = ((1,), (2,))
     await links.wait()
@@ -30,8 +30,8 @@ async def test_messages_of_a_rank_before_rank_0_listens_are_heard():
     told = asyncio.Event()
 
     def take(said) -> None:
-        ends = isinstance(said.outcome.event, RankLost)
-        (lost if ends else heard).append((said.rank, said.outcome))
+        (event,) = said.events
+        (lost if isinstance(event, RankLost) else heard).append((*said.ranks, event))
         if len(heard) == 2 and lost:
             told.set()
 

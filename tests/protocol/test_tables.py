@@ -38,7 +38,8 @@ def test_the_engine_performs_every_effect_of_a_member_or_hands_it_to_the_main_th
     performed = set(re.findall(r"^ {12}io\.(\w+): ", source, flags=re.MULTILINE))
     orders = {kind.__name__ for kind in get_args(MainThreadOrder)}
     assert {kind.__name__ for kind in get_args(member_events.Effect)} == performed | orders
-    assert not performed & orders
+    # The engine also ends its count of failed rounds at an Apply, and hands it on.
+    assert performed & orders == {"Apply"}
 
 
 def test_every_mode_is_in_the_table_can_be_reached_and_can_be_left():

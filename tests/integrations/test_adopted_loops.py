@@ -1002,6 +1002,29 @@ def test_a_replica_that_does_not_write_waits_for_the_file_that_it_loads(adopt, t
     adopt(_loads_its_best_file(path), session)
 
 
+def test_a_replica_that_saved_alone_loads_what_the_writer_loads_at_that_step(adopt, tmp_path, monkeypatch):
+    """A replica that has joined saves at step 2, because its best figure is younger than the writer's."""
+    path, writer, joined = tmp_path / "best.pt", ScriptedSession(), ScriptedSession()
+    joined.is_writer = False
+
+    def script(saves_at):
+        model, optimizer = make()
+        for step in range(3):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            if step in saves_at:
+                torch.save({"step": step}, path)
+        assert torch.load(path) == {"step": 0}
+        marks.extend(x.read_text() for x in tmp_path.glob(".*"))
+
+    marks: list[str] = []
+    adopt(lambda: script([0]), writer)
+    assert [x.name for x in tmp_path.iterdir()] == ["best.pt"], "a mark is removed at the end"
+    (mark,) = marks
+    monkeypatch.setattr(adopted_loop.time, "sleep", lambda _: (tmp_path / ".best.pt.loaded").write_text(mark))
+    adopt(lambda: script([0, 1]), joined)
+
+
 def test_the_replica_that_writes_may_write_its_file_in_another_way(adopt, tmp_path):
     path = tmp_path / "best.pt"
 

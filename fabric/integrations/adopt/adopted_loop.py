@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +325,7 @@ class SavedFiles:
         # The files that the script has saved or loaded, and their copies, each with the step of its newest
         # save; -1 where the file does not say its step.
         self._saved: dict[Path, int] = {}
+        self._marks: set[Path] = set()  # that this process has left
 
     def save(self, original: Callable[..., None], obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
         """Write the file at the one replica that writes; streams are the script's own matter."""
@@ -340,13 +341,15 @@ class SavedFiles:
                 original(obj, partial, *arguments, **named)
                 self._note_step(partial)
                 partial.replace(path)
+                _mark_of(path).unlink(missing_ok=True)
             finally:
                 partial.unlink(missing_ok=True)
 
     def load(self, original: Callable[..., Any], f: Any, *arguments: Any, **named: Any) -> Any:
         """Read the file, and let the loop begin at its step, if it is one of this job's.
 
-        A replica that does not write waits until the writer has written what the script has saved. The file
+        A replica that does not write waits until the writer has written what the script has saved, or loads
+        an older file at the same step: a replica that has joined may save where the writer does not. The file
         is read again where the writer has put a newer one into its place meanwhile.
         """
         if not isinstance(f, str | os.PathLike):
@@ -356,7 +359,16 @@ class SavedFiles:
         waits, until = saved >= 0 and not self._loop.is_writer, time.monotonic() + _WRITTEN_S
         while True:
             before, noted = _identity(path), _noted(path)
-            is_written = noted.get("job") == self._job and int(noted.get("step", -1)) >= saved
+            step = self._step_of(noted)
+            if self._loop.session is not None and self._loop.is_writer and 0 <= step < self._loop.number:
+                # Tell the others that the writer has come to this step without saving the file again.
+                with contextlib.suppress(OSError):
+                    _mark_of(path).write_text(json.dumps({"job": self._job, "step": self._loop.number}))
+                    self._marks.add(_mark_of(path))
+            marked: dict[str, Any] = {}
+            with contextlib.suppress(OSError, ValueError):  # there is no mark, or half of one
+                marked = json.loads(_mark_of(path).read_text()) if waits else {}
+            is_written = step >= saved or (step >= 0 and self._step_of(marked) >= self._loop.number)
             if is_written or not waits:
                 value = original(f, *arguments, **named)
                 if _identity(path) == before:
@@ -368,10 +380,18 @@ class SavedFiles:
                 )
             else:
                 time.sleep(_PAUSE_S)
-        if noted.get("job") == self._job:
-            step, batches, skipped = (int(noted.get(x, 0)) for x in ("step", "batches", "skipped"))
-            self._loop.resume_at(step, batches, skipped)
+        if step >= 0:
+            self._loop.resume_at(step, int(noted.get("batches", 0)), int(noted.get("skipped", 0)))
         return value
+
+    def close(self) -> None:
+        """Remove the marks: every replica has ended its loop."""
+        for mark in self._marks:
+            mark.unlink(missing_ok=True)
+
+    def _step_of(self, noted: Mapping[str, Any]) -> int:
+        """Return the step of the loop that a file notes; -1 where another job, or none, wrote it."""
+        return int(noted.get("step", -1)) if noted.get("job") == self._job else -1
 
     def change(self, original: Call, *arguments: Any, **named: Any) -> Any:
         """Rename, copy or remove a saved file at the replica that writes; others are the script's matter.
@@ -401,12 +421,8 @@ class SavedFiles:
     def _note_step(self, path: Path) -> None:
         if self._loop.session is None or not zipfile.is_zipfile(path):
             return
-        step = {
-            "job": self._job,
-            "step": self._loop.number,
-            "batches": self._loop.data.batches_per_step,
-            "skipped": self._loop.data.skipped,
-        }
+        batches, skipped = self._loop.data.batches_per_step, self._loop.data.skipped
+        step = {"job": self._job, "step": self._loop.number, "batches": batches, "skipped": skipped}
         with zipfile.ZipFile(path, "a") as file:
             file.writestr(_place(file), json.dumps(step))
 
@@ -418,6 +434,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
+
+
+def _mark_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.loaded")
 
 
 def _noted(path: Path) -> dict[str, Any]:
@@ -443,6 +463,7 @@ def patched(loop: AdoptedLoop, job: str) -> Iterator[None]:
     files = SavedFiles(loop, job)
     scaler = torch.amp.GradScaler
     with contextlib.ExitStack() as stack:
+        stack.callback(files.close)
         for owner, name, replace in (
             (torch.autograd, "backward", _backward),
             (torch.nn.utils, "clip_grad_norm_", _clip),

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 AREA = "Plain scripts under --adopt"
 LAUNCH = "--adopt"
+QUICK = True
 UNLIKE = ("killed",)
 EPOCHS = 6
 RATES = (5, 1, 2, 3, 4, 5)  # of the figure in each epoch

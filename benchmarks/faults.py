@@ -329,7 +329,7 @@ def join_figures(record: RunRecord) -> dict[str, float]:
 
 def tell_verdict(figures: dict[str, float]) -> None:
     """Print whether the cost of a join for the others meets its aim."""
-    common.verdict("others' steps during a join, median ratio", figures["join_step_ratio_p50"], at_most=1.1)
+    common.verdict("others' steps during a join, median ratio", figures["join_step_ratio_p50"], at_most=1.05)
 
 
 def is_kill(fault: InjectedFault) -> bool:

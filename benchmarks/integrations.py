@@ -33,7 +33,7 @@ COMPUTE_S = 0.05
 TURN = 10  # steps
 BATCH = 8
 WIDTH, LAYERS = 256, 4
-AIM = 1.02
+AIM = 1.01
 LIMIT_S = 60.0
 NEEDS = {
     "transformers": "transformers",

@@ -140,14 +140,16 @@ class ForkedProcess:
 def fork_checkpoint_servers(zygote: str) -> None:
     """From now on the zygote at this address starts the checkpoint servers of this process."""
     launch = importlib.import_module("fabric.ckpt_server.attach")
+    folder = Path(launch.__file__).parent.parent.parent
 
-    def start(command, *, stdout, pass_fds, env, cwd, start_new_session, **_: object) -> ForkedProcess:
-        assert command[:2] == [sys.executable, "-m"] and start_new_session, command
+    def start_helper(module, *arguments, stdin, stdout, stderr, pass_fds, env) -> ForkedProcess:
+        assert (stdin, stderr) == (subprocess.DEVNULL, stdout)
         with Path(os.devnull).open("rb") as nothing:
             given = {0: nothing.fileno(), 1: stdout.fileno(), 2: stdout.fileno(), **{x: x for x in pass_fds}}
-            return ForkedProcess(zygote, command[1:], given, env, str(cwd), session=True)
+            return ForkedProcess(zygote, ["-m", module, *arguments], given, env, str(folder), session=True)
 
-    launch.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    assert callable(launch.start_helper)
+    launch.start_helper = start_helper
 
 
 def fork_durable_writers(zygote: str) -> None:

@@ -18,11 +18,11 @@ Attach = Callable[..., ServerHandle]
 @pytest.fixture(scope="module", autouse=True)
 def forked_servers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fork the servers of this process; ``test_server_process.py`` starts them as a trainer does."""
-    started_as_usual = handles.subprocess
+    started_as_usual = handles.start_helper
     if request.path.name != "test_server_process.py":
         forked_processes.fork_checkpoint_servers(forked_processes.address())
     yield
-    handles.subprocess = started_as_usual
+    handles.start_helper = started_as_usual
 
 
 def _end_server(run_dir: Path) -> None:

@@ -1023,6 +1023,7 @@ def test_a_replica_that_saved_alone_loads_what_the_writer_loads_at_that_step(ado
     (mark,) = marks
     monkeypatch.setattr(adopted_loop.time, "sleep", lambda _: (tmp_path / ".best.pt.loaded").write_text(mark))
     adopt(lambda: script([0, 1]), joined)
+    assert [x.name for x in tmp_path.iterdir()] == ["best.pt"], "also the mark of a writer that was killed"
 
 
 def test_the_replica_that_writes_may_write_its_file_in_another_way(adopt, tmp_path):

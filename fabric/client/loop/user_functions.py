@@ -422,7 +422,7 @@ def _is_dealt(value: Any) -> bool:
         return value.gi_code.co_filename.startswith(tuple(fabric.__path__))
     held = value.gi_frame.f_locals.values() if value.gi_frame is not None else ()
     loaders = [x for x in held if isinstance(x, DataLoader)]
-    keeps = any(isinstance(x, ast.Assign | ast.AugAssign | ast.AnnAssign) for x in ast.walk(node))
+    keeps = bool(of_kind(node, ast.Assign, ast.AugAssign, ast.AnnAssign))
     return not keeps and any(type(x).__iter__.__module__.startswith("fabric.") for x in loaders)
 
 

@@ -325,7 +325,6 @@ class SavedFiles:
         # The files that the script has saved or loaded, and their copies, each with the step of its newest
         # save; -1 where the file does not say its step.
         self._saved: dict[Path, int] = {}
-        self._marks: set[Path] = set()  # that this process has left
 
     def save(self, original: Callable[..., None], obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
         """Write the file at the one replica that writes; streams are the script's own matter."""
@@ -364,7 +363,6 @@ class SavedFiles:
                 # Tell the others that the writer has come to this step without saving the file again.
                 with contextlib.suppress(OSError):
                     _mark_of(path).write_text(json.dumps({"job": self._job, "step": self._loop.number}))
-                    self._marks.add(_mark_of(path))
             marked: dict[str, Any] = {}
             with contextlib.suppress(OSError, ValueError):  # there is no mark, or half of one
                 marked = json.loads(_mark_of(path).read_text()) if waits else {}
@@ -385,9 +383,10 @@ class SavedFiles:
         return value
 
     def close(self) -> None:
-        """Remove the marks: every replica has ended its loop."""
-        for mark in self._marks:
-            mark.unlink(missing_ok=True)
+        """Remove the marks at the end of the job, also those of a writer that was killed."""
+        for path in self._saved:
+            with contextlib.suppress(OSError):
+                _mark_of(path).unlink()
 
     def _step_of(self, noted: Mapping[str, Any]) -> int:
         """Return the step of the loop that a file notes; -1 where another job, or none, wrote it."""
